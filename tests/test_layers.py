@@ -1,7 +1,7 @@
 """Imports run one way: ``dtp <- rtl <- sim <- tools``. A breach is named with file and line.
 
-Two refinements: ``sim/cycles`` and ``sim/cost`` import only ``dtp`` (a prediction never reads the hardware that
-it predicts), and ``rtl`` takes parameters and tables from ``dtp``, never a golden model.
+Two refinements: ``sim/cycles`` and ``sim/cost`` import only ``dtp`` (a prediction never reads the hardware
+that it predicts), and ``rtl`` takes parameters and tables from ``dtp``, never a golden model.
 """
 
 from __future__ import annotations
