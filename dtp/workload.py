@@ -546,8 +546,8 @@ class Workload:
     def _check_rows(self) -> None:
         if self.block_mask is None or self.allow_empty_rows:
             return
-        legal_rows = self.blocks_legal().any(axis=1)
-        empty: BoolArray = legal_rows[None, :] & ~self.blocks_kept().any(axis=2)
+        legal_rows = np.asarray(self.blocks_legal().any(axis=1))
+        empty: BoolArray = legal_rows[None, :] & ~np.asarray(self.blocks_kept().any(axis=2))
         if np.any(empty):
             head, row = divmod(int(np.argmax(empty)), empty.shape[1])
             rule = "keeping at least one block of every query row after causality and padding"
