@@ -362,6 +362,8 @@ class Config(BaseModel):
 def _one_line(error: ValidationError) -> DtpError:
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "value_error":
+        return DtpError(str(first["ctx"]["error"]))
     if first["type"] == "extra_forbidden":
         valid = ", ".join(Config.model_fields)
         return DtpError(f"Config.{field} is not a key; the keys are {valid}")
