@@ -73,6 +73,7 @@ class Config(BaseModel):
     normaliser_lanes: Count  # outputs normalised in a cycle
     lift_ports: Count  # lifted lanes written to the key memory in a cycle, a key
     output_slots: Count  # row groups that may wait for the output
+    query_groups: Count  # row groups of scaled queries that the ring holds
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -143,6 +144,7 @@ class Config(BaseModel):
             ("lifted_bits", 6, 16), ("output_bits", 8, 16), ("max_tokens", 8, 4096), ("max_width", 4, 256),
             ("max_frame_rank", 1, 4), ("metric_rank", 1, 4), ("input_bytes", 1, 128), ("output_bytes", 1, 128),
             ("lookahead", 1, 7), ("normaliser_lanes", 1, 128), ("lift_ports", 1, 16), ("output_slots", 2, 8),
+            ("query_groups", 4, 256),
         ):  # fmt: skip
             value = getattr(self, field)
             if not low <= value <= high:
@@ -157,7 +159,7 @@ class Config(BaseModel):
             raise must("Config", "lifted_bits", f"at most {REGISTER_BITS}", self.lifted_bits)
         for field in (
             "rows", "lanes", "block", "max_tokens", "max_width", "input_bytes", "output_bytes",
-            "normaliser_lanes", "lift_ports",
+            "normaliser_lanes", "lift_ports", "query_groups", "output_slots",
         ):  # fmt: skip
             if not _is_power_of_two(getattr(self, field)):
                 raise must("Config", field, "a power of two", getattr(self, field))
@@ -203,6 +205,8 @@ class Config(BaseModel):
             )  # fmt: skip
         if self.lift_ports > self.block:
             raise must("Config", "lift_ports", f"at most block {self.block}", self.lift_ports)
+        if self.query_groups <= self.lookahead:
+            raise must("Config", "query_groups", f"more than lookahead {self.lookahead}", self.query_groups)
         if self.row_bits > REGISTER_BITS:
             raise must("Config", "probability_bits", f"at most {REGISTER_BITS - 1}", self.probability_bits)
 
