@@ -1,0 +1,21 @@
+"""``python -m sim.bench.cocotb_runner CALL.json``: one call of cocotb's runner in a process of its own.
+
+The runner reads and changes the environment, prints, and calls ``sys.exit``; a process keeps that from the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from cocotb_tools.runner import get_runner
+
+
+def main(argv: list[str]) -> None:
+    call = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    getattr(get_runner("verilator"), call["verb"])(**call["arguments"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,275 @@
+"""Generated Verilog as a function: build once, keep the simulator, run it on files.
+
+Two drivers share sources and flags: cocotb (:func:`run_cocotb`) and a bare C++ loop (:func:`run_bare`), which exists to
+say how fast the simulation could be.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cocotb_tools.runner import get_results
+
+from dtp.errors import DtpError
+
+from .stream import Files, SimulationError, StreamJob, StreamPorts, StreamResult, checked_width
+from .toolchain import Toolchain, default_cache_dir, find_toolchain
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+FEEDER = "dtp_feeder"
+SOURCES = (HERE / "feeder.vlt", HERE / "feeder.sv")
+HARNESS = HERE / "harness.cpp"
+FLAGS = (
+    "--no-public-flat-rw", # cocotb's runner makes everything public; feeder.vlt names what is needed
+    "-O3",
+    "--x-assign", "fast",
+    "--x-initial", "fast",
+    "--output-split", "20000",
+    "-Wno-lint", "-Wno-style", "-Wno-fatal",
+)  # fmt: skip
+
+COCOTB = "cocotb"
+BARE = "bare"
+
+
+def ports_of(verilog: Path) -> StreamPorts:
+    """Widths of module ``top`` in a Verilog file.
+
+    Raises :class:`~dtp.errors.DtpError` if the file or the module is missing or a port is not there.
+    """
+    try:
+        text = verilog.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DtpError(f"Verilog file {verilog} cannot be read: {error.strerror}") from None
+    match = re.search(r"^module \\?top\s*\((.*?)^endmodule", text, re.MULTILINE | re.DOTALL)
+    if match is None:
+        raise DtpError(f"{verilog} has no module top")
+    widths = {}
+    for direction, msb, name in re.findall(
+        r"^\s*(input|output)\s+(?:wire\s+|reg\s+|logic\s+)?(?:\[(\d+):0\]\s*)?(\w+)\s*;", match[1], re.MULTILINE
+    ):
+        widths[name] = (direction, int(msb or 0) + 1)
+    for name, direction in _PORTS.items():
+        if widths.get(name, ("", 0))[0] != direction:
+            raise DtpError(f"module top of {verilog} has no {direction} {name}")
+    for name in ("s_axis_tdata", "m_axis_tdata"):
+        if widths[name][1] % 8:
+            raise DtpError(f"{name} of {verilog} must be a whole number of bytes, not {widths[name][1]} bits")
+    return StreamPorts(
+        in_bytes=widths["s_axis_tdata"][1] // 8,
+        out_bytes=widths["m_axis_tdata"][1] // 8,
+        user_bits=widths["m_axis_tuser"][1],
+    )
+
+
+_PORTS = {
+    "clk": "input",
+    "rst": "input",
+    "abort": "input",
+    "s_axis_tdata": "input",
+    "s_axis_tvalid": "input",
+    "s_axis_tready": "output",
+    "s_axis_tlast": "input",
+    "m_axis_tdata": "output",
+    "m_axis_tvalid": "output",
+    "m_axis_tready": "input",
+    "m_axis_tlast": "output",
+    "m_axis_tuser": "output",
+}
+
+
+def _python_path(env: dict[str, str]) -> dict[str, str]:
+    paths = [str(ROOT), *(path for path in sys.path if path)]
+    return {**env, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _run(command: list[str], *, folder: Path, env: dict[str, str], log: Path, what: str) -> None:
+    with log.open("ab") as out:
+        done = subprocess.run(
+            command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+        )
+    if done.returncode:
+        raise SimulationError(f"{what} failed with exit status {done.returncode}:\n{_tail(log)}")
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time; the lock goes with the process, so a killed build leaves none behind."""
+    with path.open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _flags(ports: StreamPorts) -> list[str]:
+    return [
+        *FLAGS,
+        f"-GIN_BYTES={ports.in_bytes}",
+        f"-GOUT_BYTES={ports.out_bytes}",
+        f"-GUSER_BITS={ports.user_bits}",
+    ]
+
+
+def _key(verilog: Path, ports: StreamPorts, driver: str, waves: bool, tools: Toolchain, env: dict[str, str]) -> str:
+    digest = hashlib.sha256()
+    parts = [driver, str(waves), *_flags(ports), tools.identity, env["MAKEFLAGS"]]
+    if driver == COCOTB:
+        # The executable is linked to the library of this very environment.
+        parts += [importlib.metadata.version("cocotb"), sys.prefix]
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    for source in (*SOURCES, HARNESS, verilog):
+        digest.update(hashlib.sha256(source.read_bytes()).digest())
+    return digest.hexdigest()[:32]
+
+
+def build(verilog: Path, driver: str = COCOTB, *, waves: bool = False, cache_dir: Path | None = None) -> Path:
+    """Folder that holds the simulator ``dtp_feeder`` of a Verilog file, built unless it is already there.
+
+    The folder appears in ``cache_dir`` (default ``~/.cache/dtp``) only when the build is complete; calls from several
+    processes wait for each other. Raises :class:`~dtp.errors.MissingToolError`, :class:`~dtp.errors.DtpError` for a
+    file that is not a stream processor, :class:`~sim.bench.stream.SimulationError` when Verilator or the compiler fails.
+    """
+    tools = find_toolchain()
+    cache = (cache_dir or default_cache_dir()).absolute()
+    env = tools.environment(cache)
+    verilog = verilog.absolute()
+    ports = ports_of(verilog)
+    builds = cache / "cosim"
+    builds.mkdir(parents=True, exist_ok=True)
+    done = builds / _key(verilog, ports, driver, waves, tools, env)
+    if (done / FEEDER).is_file():
+        return done
+    with _locked(done.with_suffix(".lock")):
+        if (done / FEEDER).is_file():
+            return done
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=builds) as temporary:
+            folder = Path(temporary) / "build"
+            folder.mkdir()
+            _compile(verilog, ports, driver, waves, folder, env)
+            kept = Path(temporary) / "kept"
+            kept.mkdir()
+            os.replace(folder / FEEDER, kept / FEEDER)
+            os.rename(kept, done)
+    return done
+
+
+def _compile(
+    verilog: Path, ports: StreamPorts, driver: str, waves: bool, folder: Path, env: dict[str, str]
+) -> None:
+    log = folder / "build.log"
+    sources = [str(path) for path in (*SOURCES, verilog)]
+    if driver == COCOTB:
+        arguments = {
+            "sources": sources,
+            "hdl_toplevel": FEEDER,
+            "build_args": _flags(ports),
+            "build_dir": str(folder),
+            "timescale": ["1ns", "1ps"],
+            "waves": waves,
+        }
+        _call_runner("build", arguments, folder=folder, env=env, log=log, what="the build of the simulator")
+        return
+    # The same command as cocotb's runner gives, with another main program.
+    command = ["verilator", "-cc", "--exe", "-Mdir", str(folder), "--top-module", FEEDER, "--vpi", "--public-flat-rw"]
+    command += ["--prefix", "Vtop", "-o", FEEDER, *_flags(ports), "--timescale", "1ns/1ps", str(HARNESS), *sources]
+    _run(command, folder=folder, env=env, log=log, what="Verilator")
+    jobs = str(min(4, os.cpu_count() or 1))
+    _run(
+        ["make", "-j", jobs, "-C", str(folder), "-f", "Vtop.mk", "VM_TRACE=0"],
+        folder=folder,
+        env=env,
+        log=log,
+        what="the C++ compiler",
+    )
+
+
+def _call_runner(
+    verb: str, arguments: dict[str, object], *, folder: Path, env: dict[str, str], log: Path, what: str
+) -> None:
+    call = folder / f"{verb}.json"
+    call.write_text(json.dumps({"verb": verb, "arguments": arguments}), encoding="utf-8")
+    command = [sys.executable, "-m", "sim.bench.cocotb_runner", str(call)]
+    _run(command, folder=folder, env=_python_path(env), log=log, what=what)
+
+
+def _run_environment() -> dict[str, str]:
+    """Free of settings that would choose other tests, other results or a debugger."""
+    drop = ("COCOTB_", "GPI_", "PYTEST_", "WAVES", "GUI")
+    return {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+
+
+def run_cocotb(
+    verilog: Path, job: StreamJob, *, waves: Path | None = None, cache_dir: Path | None = None
+) -> StreamResult:
+    """Run a job on module ``top`` of a Verilog file with cocotb on Verilator; ``waves`` names a VCD file to write.
+
+    The result is not checked: ask :meth:`~sim.bench.stream.StreamResult.check`. Raises what :func:`build` raises, and
+    :class:`~sim.bench.stream.SimulationError` when the simulator dies or its verdict contradicts the result.
+    """
+    ports = ports_of(verilog)
+    checked_width(job, ports)
+    simulator = build(verilog, COCOTB, waves=waves is not None, cache_dir=cache_dir)
+    with tempfile.TemporaryDirectory(prefix="dtp-") as temporary:
+        folder = Path(temporary)
+        files, log, wall, verdict = Files(folder), folder / "run.log", folder / "wall.txt", folder / "results.xml"
+        files.write_input(job)
+        arguments = {
+            "test_module": "sim.bench.cocotb_stream",
+            "hdl_toplevel": FEEDER,
+            "hdl_toplevel_lang": "verilog",
+            "build_dir": str(simulator),
+            "test_dir": str(folder),
+            "results_xml": str(verdict),
+            "plusargs": [*files.plusargs(job), f"+wall={wall}"],
+            "waves": waves is not None,
+            "seed": job.seed,
+        }
+        _call_runner("test", arguments, folder=folder, env=_run_environment(), log=log, what="the simulation")
+        if waves is not None:
+            shutil.move(folder / "dump.vcd", waves)
+        try:
+            result = files.read_result(job, ports, _wall(wall))
+            tests, failed = get_results(verdict)
+        except (SimulationError, RuntimeError, OSError) as error:
+            raise SimulationError(f"{error}:\n{_tail(log)}") from None
+        if tests != 1 or bool(failed) != bool(result.faults):
+            raise SimulationError(f"cocotb ran {tests} tests, {failed} failed, yet the result says {result.faults}")
+        return result
+
+
+def run_bare(verilog: Path, job: StreamJob, *, cache_dir: Path | None = None) -> StreamResult:
+    """Run a job as :func:`run_cocotb` does, clocked by a plain C++ loop; used to compare simulation rates."""
+    ports = ports_of(verilog)
+    checked_width(job, ports)
+    simulator = build(verilog, BARE, cache_dir=cache_dir)
+    with tempfile.TemporaryDirectory(prefix="dtp-") as temporary:
+        folder = Path(temporary)
+        files, log = Files(folder), folder / "run.log"
+        files.write_input(job)
+        command = [str(simulator / FEEDER), *files.plusargs(job)]
+        _run(command, folder=folder, env=_run_environment(), log=log, what="the simulation")
+        return files.read_result(job, ports, _wall(log))
+
+
+def _wall(path: Path) -> float:
+    match = re.search(r"^wall_s ([\d.]+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    if match is None:
+        raise SimulationError("the simulator reported no run time")
+    return float(match[1])
