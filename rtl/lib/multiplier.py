@@ -1,0 +1,201 @@
+"""Signed multiplier with registered operands and product, and an adder that swallows a multiplexer.
+
+Both exist twice: as plain Amaranth for simulation and any synthesizer, and as explicit cells of the Lattice ECP5,
+whose synthesis never uses the registers inside a multiplier and never merges a multiplexer into a carry chain.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from amaranth.hdl import Cat, ClockSignal, Const, Instance, Module, Mux, Signal, Value, signed
+from amaranth.lib import wiring
+from amaranth.lib.wiring import In, Out
+
+from dtp.array import MULTIPLIER_CYCLES
+from dtp.errors import must
+
+__all__ = ["LATENCY", "MultiplexedAdder", "Multiplier", "Target"]
+
+#: Cycles from operands to product.
+LATENCY = MULTIPLIER_CYCLES
+
+_DSP_BITS = 18
+
+# Tables of one position of a CCU2C: the four-input table reads D C B A as its index and is half the sum; where it reads
+# 0, the carry out is what its low four entries say of B A alone, and where it reads 1, the carry in.
+#: A ⊕ (D if B else C), carry A: an addend on A, the multiplexer on B, C, D.
+_SUM_TABLE = sum(((n & 1) ^ (n >> (3 if n & 2 else 2) & 1)) << n for n in range(16))
+#: 0 with C held high, carry A: turns a signal into the carry of the next position.
+_CARRY_TABLE = 0x000A
+
+
+class Target(enum.Enum):
+    """What the hardware description is written for."""
+
+    GENERIC = "generic"
+    ECP5 = "ecp5"
+
+
+class Multiplier(wiring.Component):
+    """``o`` is the product of the registered operands, :data:`LATENCY` cycles after them.
+
+    Operand ``a`` is taken only in a cycle with ``a_enable``; ``b`` is taken in every cycle. No reset: the product is
+    undefined until the first ``a_enable``. On ECP5 the whole component is one MULT18X18D with its own registers.
+
+    Parameters
+    ----------
+    a_bits, b_bits: widths of the signed operands, at most 18 bits
+    target: plain description or ECP5 cell
+
+    Members
+    -------
+    a: In(signed(a_bits))
+    a_enable: In(1)
+    b: In(signed(b_bits))
+    o: Out(signed(a_bits + b_bits))
+    """
+
+    def __init__(self, a_bits: int, b_bits: int, *, target: Target = Target.GENERIC) -> None:
+        for name, bits in (("a_bits", a_bits), ("b_bits", b_bits)):
+            if not 1 <= bits <= _DSP_BITS:
+                raise must("Multiplier", name, f"from 1 to {_DSP_BITS}", bits)
+        self._target = target
+        super().__init__(
+            {
+                "a": In(signed(a_bits)),
+                "a_enable": In(1),
+                "b": In(signed(b_bits)),
+                "o": Out(signed(a_bits + b_bits)),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        if self._target is Target.ECP5:
+            m.submodules.dsp = self._mult18x18d()
+        else:
+            a = Signal.like(self.a, reset_less=True)
+            b = Signal.like(self.b, reset_less=True)
+            product = Signal.like(self.o, reset_less=True)
+            with m.If(self.a_enable):
+                m.d.sync += a.eq(self.a)
+            m.d.sync += [b.eq(self.b), product.eq(a * b)]
+            m.d.comb += self.o.eq(product)
+        return m
+
+    def _mult18x18d(self) -> Instance:
+        a = _extend(self.a, _DSP_BITS)
+        b = _extend(self.b, _DSP_BITS)
+        ports: dict[str, Value] = {f"i_A{n}": a[n] for n in range(_DSP_BITS)}
+        ports |= {f"i_B{n}": b[n] for n in range(_DSP_BITS)}
+        ports |= {f"i_C{n}": Const(0, 1) for n in range(_DSP_BITS)}
+        ports |= {f"o_P{n}": self.o[n] for n in range(len(self.o))}
+        return Instance(
+            "MULT18X18D",
+            p_REG_INPUTA_CLK="CLK0",
+            p_REG_INPUTA_CE="CE0",
+            p_REG_INPUTA_RST="RST0",
+            p_REG_INPUTB_CLK="CLK0",
+            p_REG_INPUTB_CE="CE1",
+            p_REG_INPUTB_RST="RST0",
+            p_REG_INPUTC_CLK="NONE",
+            p_REG_PIPELINE_CLK="NONE",
+            p_REG_OUTPUT_CLK="CLK0",
+            p_REG_OUTPUT_CE="CE1",
+            p_REG_OUTPUT_RST="RST0",
+            p_GSR="DISABLED",
+            p_SOURCEB_MODE="B_INPUT",
+            p_MULT_BYPASS="DISABLED",
+            p_RESETMODE="SYNC",
+            i_CLK0=ClockSignal(),
+            i_CE0=self.a_enable,
+            i_CE1=Const(1, 1),
+            i_RST0=Const(0, 1),
+            i_SIGNEDA=Const(1, 1),
+            i_SIGNEDB=Const(1, 1),
+            i_SOURCEA=Const(0, 1),
+            i_SOURCEB=Const(0, 1),
+            **ports,
+        )
+
+
+class MultiplexedAdder(wiring.Component):
+    """``o = (x1 if select else x0) + y + carry``, modulo 2^width, in one cycle without registers.
+
+    On ECP5 multiplexer and adder share the same carry cells (CCU2C): one four-input table a bit, half of what synthesis
+    finds, and one level of logic less.
+
+    Parameters
+    ----------
+    width: bits of operands and result
+    target: plain description or ECP5 cells
+
+    Members
+    -------
+    select: In(1)
+    x0, x1, y: In(width)
+    carry: In(1)
+    o: Out(width)
+    """
+
+    def __init__(self, width: int, *, target: Target = Target.GENERIC) -> None:
+        self._target = target
+        super().__init__(
+            {
+                "select": In(1),
+                "x0": In(width),
+                "x1": In(width),
+                "y": In(width),
+                "carry": In(1),
+                "o": Out(width),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        if self._target is Target.ECP5:
+            self._carry_cells(m)
+        else:
+            # The bit below both addends turns the carry into part of one addition.
+            x = Cat(self.carry, Mux(self.select, self.x1, self.x0))
+            y = Cat(self.carry, self.y)
+            m.d.comb += self.o.eq((x + y)[1:])
+        return m
+
+    def _carry_cells(self, m: Module) -> None:
+        low, high = Const(0, 1), Const(1, 1)
+        # One position a bit, the carry's own below them, an idle one above where their number would be odd.
+        positions = [(_CARRY_TABLE, self.carry, low, high, low, Signal(name="carry_o"))]
+        for n in range(len(self.o)):
+            positions.append((_SUM_TABLE, self.y[n], self.select, self.x0[n], self.x1[n], self.o[n]))
+        if len(positions) % 2:
+            positions.append((_CARRY_TABLE, low, low, high, low, Signal(name="idle_o")))
+        chain: Value = low
+        for n in range(0, len(positions), 2):
+            (t0, a0, b0, c0, d0, s0), (t1, a1, b1, c1, d1, s1) = positions[n : n + 2]
+            chain_in, chain = chain, Signal(name=f"chain_{n // 2}")
+            m.submodules[f"cell_{n // 2}"] = Instance(
+                "CCU2C",
+                p_INIT0=Const(t0, 16),
+                p_INIT1=Const(t1, 16),
+                p_INJECT1_0="NO",
+                p_INJECT1_1="NO",
+                i_CIN=chain_in,
+                i_A0=a0,
+                i_B0=b0,
+                i_C0=c0,
+                i_D0=d0,
+                i_A1=a1,
+                i_B1=b1,
+                i_C1=c1,
+                i_D1=d1,
+                o_S0=s0,
+                o_S1=s1,
+                o_COUT=chain,
+            )
+
+
+def _extend(value: Value, bits: int) -> Value:
+    """Sign extension of a signed value to ``bits`` bits, as a slice that can be indexed."""
+    return (value | Const(0, signed(bits)))[:bits]
