@@ -29,8 +29,8 @@ TABLE_BITS = 10
 """Fraction bits that address the 2^-x table, and mantissa bits that address the reciprocal table."""
 MANTISSA_BITS = 17
 """Entries of both tables are fractions of 2^17."""
-SHIFT_FIELD_BITS = 4
-"""Width of the per-job shifts of the sum of a pass (score_shift, lift_shift): 0 … 15."""
+SHIFT_FIELD_BITS = 3
+"""Width of the per-job shifts of the sum of a pass (score_shift, lift_shift): 0 … 7."""
 RESCALE_BITS = 5
 """A rescale of the online softmax: 0 … 31 places, saturated."""
 SCALE_BITS = 16
