@@ -1,0 +1,198 @@
+"""Payloads that the units of the tile hand to each other."""
+
+from __future__ import annotations
+
+from amaranth.hdl import unsigned
+from amaranth.lib import data, enum
+
+from dtp.array import ArrayParams
+from dtp.config import SHIFT_FIELD_BITS, Config
+
+__all__ = [
+    "FeedLayout",
+    "ItemLayout",
+    "JobLayout",
+    "PassLayout",
+    "RecordKind",
+    "RecordLayout",
+    "SoftmaxItemLayout",
+    "StepControlLayout",
+    "StepTag",
+]
+
+
+def _below(count: int) -> int:
+    """Bits of a number from 0 to count − 1."""
+    return max(1, (count - 1).bit_length())
+
+
+class JobLayout(data.StructLayout):
+    """What the walker needs of a job's descriptor; ``error`` is 0 for a job that runs."""
+
+    def __init__(self, config: Config) -> None:
+        c = config
+        super().__init__(
+            {
+                "tokens": unsigned(_below(c.max_tokens + 1)),
+                "valid_length": unsigned(_below(c.max_tokens + 1)),
+                "chunks": unsigned(_below(c.max_chunks + 1)),
+                "blocks": unsigned(_below(c.max_blocks + 1)),
+                "groups": unsigned(_below(c.max_groups + 1)),
+                "lift": unsigned(1),
+                "bias": unsigned(1),
+                "causal": unsigned(1),
+                "score_shift": unsigned(SHIFT_FIELD_BITS),
+                "lift_shift": unsigned(SHIFT_FIELD_BITS),
+                "tag": unsigned(16),
+                "error": unsigned(8),
+            }
+        )
+
+
+class ItemLayout(data.StructLayout):
+    """One kept (group, block), an empty group (``is_null``) or the end of a job (``is_end``)."""
+
+    def __init__(self, config: Config) -> None:
+        c = config
+        super().__init__(
+            {
+                "slot": unsigned(1),
+                "block": unsigned(_below(c.max_blocks + 1)),
+                "group": unsigned(_below(2 * c.query_groups)),
+                "query_base": unsigned(_below(c.max_tokens + 1)),
+                "live_count": unsigned(_below(c.rows + 1)),
+                "first": unsigned(1),
+                "last": unsigned(1),
+                "is_null": unsigned(1),
+                "is_end": unsigned(1),
+            }
+        )
+
+
+class PassLayout(data.StructLayout):
+    """One pass of the array: a stationary operand and the steps that use it."""
+
+    def __init__(self, config: Config) -> None:
+        c = config
+        super().__init__(
+            {
+                "slot": unsigned(1),
+                "is_values": unsigned(1),
+                "is_lifted": unsigned(1),
+                "is_first": unsigned(1),
+                "is_last": unsigned(1),
+                "first_of_group": unsigned(1),
+                "last_of_group": unsigned(1),
+                "number": unsigned(_below(c.max_chunks + c.lifted_passes + 1)),
+                "lifted_number": unsigned(_below(c.lifted_passes)),
+                "block": unsigned(_below(c.max_blocks + 1)),
+                "group": unsigned(_below(2 * c.query_groups)),
+                "query_base": unsigned(_below(c.max_tokens + 1)),
+                "buffer": unsigned(_below(c.lookahead + 1)),
+                "output_slot": unsigned(_below(c.output_slots)),
+            }
+        )
+
+
+class FeedLayout(data.StructLayout):
+    """Read address of one feed: of the query ring, or of the probabilities of an item."""
+
+    def __init__(self, config: Config) -> None:
+        c = config
+        depth = (c.max_chunks + c.lifted_passes) * c.query_groups * c.pass_steps
+        super().__init__(
+            {
+                "valid": unsigned(1),
+                "is_values": unsigned(1),
+                "number": unsigned(_below(c.pass_steps)),
+                "buffer": unsigned(_below(c.lookahead + 1)),
+                "query_address": unsigned(_below(depth)),
+            }
+        )
+
+
+class StepControlLayout(data.StructLayout):
+    """One step of the array before its moving operand is read."""
+
+    def __init__(self, config: Config, array: ArrayParams) -> None:
+        c = config
+        super().__init__(
+            {
+                "valid": unsigned(1),
+                "swap": unsigned(1),
+                "is_values": unsigned(1),
+                "is_lifted": unsigned(1),
+                "slot": unsigned(1),
+                "key_number": unsigned(_below(c.max_tokens // c.segments)),
+                "step_number": unsigned(_below(c.max_chunks * c.pass_steps)),
+                "pass_number": unsigned(_below(c.max_chunks + c.lifted_passes + 1)),
+                "lifted_number": unsigned(_below(c.lifted_passes)),
+                "block": unsigned(_below(c.max_blocks)),
+                "address": unsigned(array.addr_bits),
+                "first": unsigned(1),
+                "has_bias": unsigned(1),
+                "shift": unsigned(SHIFT_FIELD_BITS),
+                "emit": unsigned(1),
+                "buffer": unsigned(_below(c.lookahead + 1)),
+                "output_slot": unsigned(_below(c.output_slots)),
+            }
+        )
+
+
+class StepTag(data.StructLayout):
+    """What travels through the array with a step and names its result."""
+
+    def __init__(self, config: Config) -> None:
+        c = config
+        super().__init__(
+            {
+                "is_values": unsigned(1),
+                "slot": unsigned(max(_below(c.lookahead + 1), _below(c.output_slots))),
+                "number": unsigned(_below(c.max_chunks * c.pass_steps)),
+            }
+        )
+
+
+class SoftmaxItemLayout(data.StructLayout):
+    """What the softmax has to know of an item before its scores come."""
+
+    def __init__(self, config: Config) -> None:
+        c = config
+        tokens = unsigned(_below(c.max_tokens + 1))
+        super().__init__(
+            {
+                "slot": unsigned(_below(c.lookahead + 1)),
+                "first": unsigned(1),
+                "last": unsigned(1),
+                "key_base": tokens,
+                "query_base": tokens,
+                "valid_length": tokens,
+                "causal": unsigned(1),
+            }
+        )
+
+
+class RecordKind(enum.Enum, shape=2):
+    """What the normaliser has to emit."""
+
+    DATA = 0
+    NULL = 1
+    STATUS = 2
+
+
+class RecordLayout(data.StructLayout):
+    """One group with outputs, one empty group, or the status record that ends a job."""
+
+    def __init__(self, config: Config) -> None:
+        c = config
+        super().__init__(
+            {
+                "kind": RecordKind,
+                "slot": unsigned(_below(c.output_slots)),
+                "steps": unsigned(_below(c.max_chunks * c.pass_steps + 1)),
+                "live_rows": unsigned(c.rows),
+                "tag": unsigned(16),
+                "error": unsigned(8),
+                "lift_saturations": unsigned(16),
+            }
+        )

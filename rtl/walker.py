@@ -1,0 +1,464 @@
+"""Block-mask walk: which pass the array works on, and where its operands lie."""
+
+from __future__ import annotations
+
+from amaranth.hdl import Cat, Module, Mux, Signal, Value, unsigned
+from amaranth.lib import data, stream, wiring
+from amaranth.lib.wiring import In, Out
+
+from dtp.array import ArrayParams
+from dtp.config import Config
+from rtl.layouts import (
+    FeedLayout,
+    ItemLayout,
+    JobLayout,
+    PassLayout,
+    RecordKind,
+    RecordLayout,
+    SoftmaxItemLayout,
+    StepControlLayout,
+)
+
+__all__ = ["Walker"]
+
+
+class Walker(wiring.Component):
+    """Issues feeds and steps of the array: score passes ``lookahead`` items ahead of P·V passes, blocks in order.
+
+    Three stages, each one pass: *next* (the pass descriptor), *feed* (its stationary operand goes into the shadow
+    registers, one feed a cycle) and *step* (its steps). The feeds of a pass start with the first step of the
+    pass before, so passes of at least ``block / segments`` steps follow each other without an idle cycle. A masked block
+    never becomes a pass.
+
+    Stalls: a feed waits for its queries (``q_group``, ``q_pass``) or probabilities (``done``); every ``block / segments`` steps
+    wait for their keys or values (``k_*``, ``v_*``); the last P·V pass of a group waits for ``record.ready``.
+
+    Parameters
+    ----------
+    config: the processor
+    array: parameters of the array that is driven
+
+    Members
+    -------
+    jobs: In(2 × :class:`JobLayout`), fields of the loaded jobs, a slot each
+    job_valid, job_done: In(2), descriptor and mask there; everything there and ``error`` final
+    lift_saturations: In(2 × 16)
+    release: Out(1), the oldest slot is free
+    mask_slot, mask_row_index: Out, read address of the block mask; mask_row: In, a cycle later
+    k_block, k_entry, v_block, v_entry: In(2 each), operands that a step issued now may read
+    q_group, q_pass: In, groups of queries loaded (modulo twice the ring), passes of the next one
+    q_release: Out(1), the oldest group of the ring is free
+    done: In(1), probabilities of the next item are there
+    item_valid, item: Out, the item whose scores come next
+    record: Out(stream of :class:`RecordLayout`), what the normaliser has to emit, in order
+    feed: Out(:class:`FeedLayout`), read address of a stationary operand
+    step: Out(:class:`StepControlLayout`), read addresses and control of a step
+    """
+
+    def __init__(self, config: Config, array: ArrayParams) -> None:
+        self.config = config
+        self.array = array
+        c = config
+        entries = c.max_chunks * c.pass_steps
+        super().__init__(
+            {
+                "jobs": In(data.ArrayLayout(JobLayout(c), 2)),
+                "job_valid": In(2),
+                "job_done": In(2),
+                "lift_saturations": In(data.ArrayLayout(unsigned(16), 2)),
+                "release": Out(1),
+                "mask_slot": Out(1),
+                "mask_row_index": Out(range(c.max_blocks)),
+                "mask_row": In(c.max_blocks),
+                "k_block": In(data.ArrayLayout(Value.cast(Signal(range(c.max_blocks + 1))).shape(), 2)),
+                "k_entry": In(data.ArrayLayout(Value.cast(Signal(range(entries + 1))).shape(), 2)),
+                "v_block": In(data.ArrayLayout(Value.cast(Signal(range(c.max_blocks + 1))).shape(), 2)),
+                "v_entry": In(data.ArrayLayout(Value.cast(Signal(range(entries + 1))).shape(), 2)),
+                "q_group": In(range(2 * c.query_groups)),
+                "q_pass": In(range(c.max_chunks + 1)),
+                "q_release": Out(1),
+                "done": In(1),
+                "item_valid": Out(1),
+                "item": Out(SoftmaxItemLayout(c)),
+                "record": Out(stream.Signature(RecordLayout(c))),
+                "feed": Out(FeedLayout(c)),
+                "step": Out(StepControlLayout(c, array)),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        c = self.config
+        head, head_valid, head_taken = self._generate_items(m)
+
+        # Items whose scores are issued and whose P·V is not, the job's end marker included.
+        depth = c.lookahead + 2
+        pending = Signal(data.ArrayLayout(ItemLayout(c), depth))
+        pending_count = Signal(range(depth + 1))
+        push = Signal()
+        pop = Signal()
+        oldest = pending[0]
+        for place in range(depth):
+            follows = pending[place + 1] if place + 1 < depth else head
+            with m.If(pop):
+                m.d.sync += pending[place].eq(Mux(pending_count == place + 1, head, follows))
+            with m.Elif(pending_count == place):
+                m.d.sync += pending[place].eq(head)
+        m.d.sync += pending_count.eq(pending_count + push - pop)
+
+        # The operation that is being cut into passes.
+        now = Signal(PassLayout(c))
+        now_valid = Signal()
+        fed = Signal(PassLayout(c))
+        fed_valid = Signal()
+        stepped = Signal(PassLayout(c))
+        stepped_valid = Signal()
+        feed_takes = Signal()
+        ending = Signal()
+        ending_slot = Signal()
+        closed = Signal()  # the end marker of a job is pending: only P·V until it is popped
+
+        job = self.jobs[now.slot]
+        passes = Signal(range(c.max_chunks + c.lifted_passes + 1))
+        m.d.comb += passes.eq(job.chunks + Mux(job.lift, c.lifted_passes, 0))
+        last_pass = Signal()
+        m.d.comb += last_pass.eq(now.is_values | (now.number + 1 == passes))
+        now_free = Signal()
+        m.d.comb += now_free.eq(~now_valid | (feed_takes & last_pass))
+
+        score_turn = Signal()
+        m.d.comb += score_turn.eq(~closed & (pending_count <= c.lookahead))
+        scores_busy = Signal()
+        m.d.comb += scores_busy.eq((now_valid & ~now.is_values) | (fed_valid & ~fed.is_values))
+        head_loaded = Signal()
+        m.d.comb += head_loaded.eq(self.q_group != head.group)
+        score_slot = Signal(range(c.lookahead + 1))
+        value_slot = Signal(range(c.lookahead + 1))
+        output_slot = Signal(range(c.output_slots))
+
+        record = self.record.payload
+        oldest_job = self.jobs[oldest.slot]
+        m.d.comb += [
+            record.slot.eq(output_slot),
+            record.steps.eq(oldest_job.chunks * c.pass_steps),
+            record.tag.eq(oldest_job.tag),
+            record.error.eq(oldest_job.error),
+            record.lift_saturations.eq(self.lift_saturations[oldest.slot]),
+        ]
+        for row in range(c.rows):
+            m.d.comb += record.live_rows[row].eq(oldest.live_count > row)
+
+        with m.If(feed_takes):
+            m.d.sync += [now.number.eq(now.number + 1), now.is_first.eq(0)]
+            with m.If(last_pass):
+                m.d.sync += now_valid.eq(0)
+
+        null_release = Signal()
+        with m.If(score_turn):
+            with m.If(head_valid):
+                with m.If(head.is_end):
+                    m.d.comb += [push.eq(1), head_taken.eq(1)]
+                    m.d.sync += closed.eq(1)
+                with m.Elif(head.is_null):
+                    with m.If(head_loaded & ~scores_busy):
+                        m.d.comb += [push.eq(1), head_taken.eq(1), null_release.eq(1)]
+                with m.Elif(now_free):
+                    m.d.comb += [push.eq(1), head_taken.eq(1)]
+                    m.d.sync += [
+                        now_valid.eq(1),
+                        now.is_values.eq(0),
+                        now.is_first.eq(1),
+                        now.number.eq(0),
+                        now.buffer.eq(score_slot),
+                        now.first_of_group.eq(head.first),
+                        now.last_of_group.eq(head.last),
+                        now.slot.eq(head.slot),
+                        now.block.eq(head.block),
+                        now.group.eq(head.group),
+                        now.query_base.eq(head.query_base),
+                    ]
+                    _count(m, score_slot, c.lookahead + 1)
+        with m.Elif(pending_count != 0):
+            with m.If(oldest.is_end):
+                m.d.comb += [
+                    record.kind.eq(RecordKind.STATUS),
+                    self.record.valid.eq(self.job_done[0] & ~oldest.slot | self.job_done[1] & oldest.slot),
+                ]
+                # One slot is given back before the next job can end.
+                with m.If(ending):
+                    m.d.comb += self.record.valid.eq(0)
+                with m.If(self.record.valid & self.record.ready):
+                    m.d.comb += pop.eq(1)
+                    m.d.sync += [closed.eq(0), ending.eq(1), ending_slot.eq(oldest.slot)]
+            with m.Elif(oldest.is_null):
+                m.d.comb += [record.kind.eq(RecordKind.NULL), self.record.valid.eq(1)]
+                with m.If(self.record.ready):
+                    m.d.comb += pop.eq(1)
+            with m.Elif(now_free):
+                m.d.comb += [record.kind.eq(RecordKind.DATA), self.record.valid.eq(oldest.last)]
+                with m.If(self.record.ready | ~oldest.last):
+                    m.d.comb += pop.eq(1)
+                    m.d.sync += [
+                        now_valid.eq(1),
+                        now.is_values.eq(1),
+                        now.is_first.eq(1),
+                        now.number.eq(0),
+                        now.buffer.eq(value_slot),
+                        now.output_slot.eq(output_slot),
+                        now.first_of_group.eq(oldest.first),
+                        now.last_of_group.eq(oldest.last),
+                        now.slot.eq(oldest.slot),
+                        now.block.eq(oldest.block),
+                        now.group.eq(oldest.group),
+                        now.query_base.eq(oldest.query_base),
+                    ]
+                    _count(m, value_slot, c.lookahead + 1)
+                    with m.If(oldest.last):
+                        _count(m, output_slot, c.output_slots)
+
+        self._feed(m, now, now_valid, last_pass, fed, fed_valid, stepped, stepped_valid, feed_takes, null_release)
+
+        slot_busy = Signal()
+        m.d.comb += slot_busy.eq(
+            (now_valid & (now.slot == ending_slot))
+            | (fed_valid & (fed.slot == ending_slot))
+            | (stepped_valid & (stepped.slot == ending_slot))
+        )
+        with m.If(ending & ~slot_busy):
+            m.d.comb += self.release.eq(1)
+            m.d.sync += ending.eq(0)
+        return m
+
+    def _generate_items(self, m: Module) -> tuple[data.View, Signal, Signal]:
+        """Kept blocks of every group of every job in order; the register ``head`` holds the next item."""
+        c = self.config
+        head = Signal(ItemLayout(c))
+        head_valid = Signal()
+        head_taken = Signal()
+        slot = Signal()
+        job = self.jobs[slot]
+        row_number = Signal(range(c.max_groups + 1))
+        ring_number = Signal(range(2 * c.query_groups))
+        query_base = Signal(range(c.max_tokens + 1))
+        remaining = Signal(c.max_blocks)
+        first = Signal()
+        legal = Signal(c.max_blocks)
+        causal_legal = Signal(c.max_blocks)
+        block_row = row_number >> _log2(c.block // c.rows)
+
+        m.d.comb += [self.mask_slot.eq(slot), self.mask_row_index.eq(block_row)]
+        for number in range(c.max_blocks):
+            within = job.valid_length > number * c.block
+            m.d.comb += legal[number].eq(within & (~job.causal | causal_legal[number]))
+
+        lowest = Signal(c.max_blocks)
+        m.d.comb += lowest.eq(remaining & (~remaining + 1))
+        index = Signal(range(c.max_blocks))
+        for bit in range(len(index)):
+            m.d.comb += index[bit].eq(
+                Cat(lowest[number] for number in range(c.max_blocks) if number >> bit & 1).any()
+            )
+        after = Signal(c.max_blocks)
+        m.d.comb += after.eq(remaining & (remaining - 1))
+        live = Signal(range(c.rows + 1))
+        left = Signal(range(c.max_tokens + 1))
+        m.d.comb += left.eq(job.valid_length - query_base)
+        m.d.comb += live.eq(
+            Mux(query_base >= job.valid_length, 0, Mux(left > c.rows, c.rows, left))
+        )
+
+        free = Signal()
+        m.d.comb += free.eq(~head_valid | head_taken)
+        with m.If(head_taken):
+            m.d.sync += head_valid.eq(0)
+
+        row_end = Signal()
+        with m.FSM(name="items"):
+            with m.State("job"):
+                m.d.sync += [row_number.eq(0), query_base.eq(0), causal_legal.eq(1)]
+                with m.If(self.job_valid.bit_select(slot, 1)):
+                    with m.If(job.error != 0):
+                        m.next = "end"
+                    with m.Else():
+                        m.next = "row"
+            with m.State("row"):
+                m.next = "mask"
+            with m.State("mask"):
+                m.d.sync += [
+                    remaining.eq(Mux(live == 0, 0, self.mask_row & legal)),
+                    first.eq(1),
+                ]
+                m.next = "item"
+            with m.State("item"):
+                with m.If(free):
+                    m.d.sync += [
+                        head_valid.eq(1),
+                        head.slot.eq(slot),
+                        head.block.eq(index),
+                        head.group.eq(ring_number),
+                        head.query_base.eq(query_base),
+                        head.live_count.eq(live),
+                        head.first.eq(first),
+                        head.last.eq(after == 0),
+                        head.is_null.eq(remaining == 0),
+                        head.is_end.eq(0),
+                        remaining.eq(after),
+                        first.eq(0),
+                    ]
+                    m.d.comb += row_end.eq(after == 0)
+                with m.If(row_end):
+                    m.d.sync += [
+                        ring_number.eq(ring_number + 1),
+                        row_number.eq(row_number + 1),
+                        query_base.eq(query_base + c.rows),
+                    ]
+                    turn = (row_number & (c.block // c.rows - 1)) == c.block // c.rows - 1
+                    with m.If(turn):
+                        m.d.sync += causal_legal.eq(Cat(1, causal_legal))
+                    with m.If(row_number + 1 == job.groups):
+                        m.next = "end"
+                    with m.Else():
+                        m.next = "row"
+            with m.State("end"):
+                with m.If(free):
+                    m.d.sync += [head_valid.eq(1), head.slot.eq(slot), head.is_end.eq(1), head.is_null.eq(0)]
+                    m.d.sync += slot.eq(~slot)
+                    m.next = "job"
+        return head, head_valid, head_taken
+
+    def _feed(
+        self,
+        m: Module,
+        now: data.View,
+        now_valid: Signal,
+        last_pass: Signal,
+        fed: data.View,
+        fed_valid: Signal,
+        stepped: data.View,
+        stepped_valid: Signal,
+        feed_takes: Signal,
+        null_release: Signal,
+    ) -> None:
+        """The feed and step stages."""
+        c = self.config
+        feed_number = Signal(range(c.pass_steps))
+        feeds_done = Signal()
+        step_number = Signal(range(c.max_chunks * c.pass_steps))
+        sub_number = step_number >> _log2(c.pass_steps)
+        started = Signal()
+        step_issue = Signal()
+        step_last = Signal()
+        moves = Signal()  # the fed pass becomes the stepped one
+
+        # Feed stage.
+        probabilities = Signal(range(c.lookahead + 2))
+        loaded = self.q_group != fed.group
+        source_there = Signal()
+        m.d.comb += source_there.eq(
+            Mux(fed.is_values, probabilities != 0, loaded | (~fed.is_lifted & (fed.number < self.q_pass)))
+        )
+        shadow_free = ~stepped_valid | started | step_issue
+        feed_issue = Signal()
+        feed_last = Signal()
+        m.d.comb += [
+            feed_issue.eq(fed_valid & ~feeds_done & source_there & shadow_free),
+            feed_last.eq(feed_issue & (feed_number == c.pass_steps - 1)),
+            moves.eq((feeds_done | feed_last) & (~stepped_valid | step_last)),
+            feed_takes.eq(now_valid & (~fed_valid | moves)),
+            self.q_release.eq((feed_last & ~fed.is_values & fed.is_last & fed.last_of_group) | null_release),
+            self.feed.valid.eq(feed_issue),
+            self.feed.is_values.eq(fed.is_values),
+            self.feed.number.eq(feed_number),
+            self.feed.buffer.eq(fed.buffer),
+            self.feed.query_address.eq(
+                Cat(feed_number, fed.group[: _log2(c.query_groups)], fed.number)
+            ),
+        ]
+        m.d.sync += probabilities.eq(probabilities + self.done - (feed_last & fed.is_values))
+        with m.If(feed_issue):
+            m.d.sync += feed_number.eq(feed_number + 1)
+        with m.If(feed_last):
+            m.d.sync += feeds_done.eq(1)
+        with m.If(moves):
+            m.d.sync += [feeds_done.eq(0), fed_valid.eq(0)]
+        with m.If(feed_takes):
+            m.d.sync += [
+                fed.eq(now),
+                fed.is_last.eq(last_pass),
+                fed.is_lifted.eq(~now.is_values & (now.number >= self.jobs[now.slot].chunks)),
+                # Lifted passes lie behind all plain passes that the configuration can have.
+                fed.lifted_number.eq(now.number - self.jobs[now.slot].chunks),
+                fed_valid.eq(1),
+            ]
+        with m.If(feed_takes & ~now.is_values & (now.number >= self.jobs[now.slot].chunks)):
+            m.d.sync += fed.number.eq(now.number - self.jobs[now.slot].chunks + c.max_chunks)
+
+        # Step stage.
+        job = self.jobs[stepped.slot]
+        sub_pass = Mux(stepped.is_values, sub_number, stepped.number)
+        in_block = Mux(stepped.is_values, self.v_block[stepped.slot], self.k_block[stepped.slot])
+        in_pass = Mux(stepped.is_values, self.v_entry[stepped.slot], self.k_entry[stepped.slot]) >> _log2(
+            c.pass_steps
+        )
+        operands_there = Signal()
+        within_pass = (step_number & (c.pass_steps - 1)) != 0
+        m.d.comb += operands_there.eq(
+            within_pass
+            | stepped.is_lifted
+            | (stepped.block < in_block)
+            | ((stepped.block == in_block) & (sub_pass < in_pass))
+        )
+        final_step = Mux(stepped.is_values, (job.chunks << _log2(c.pass_steps)) - 1, c.pass_steps - 1)
+        m.d.comb += [
+            step_issue.eq(stepped_valid & operands_there),
+            step_last.eq(step_issue & (step_number == final_step)),
+        ]
+        with m.If(step_issue):
+            m.d.sync += [step_number.eq(step_number + 1), started.eq(1)]
+        with m.If(step_last):
+            m.d.sync += [step_number.eq(0), started.eq(0), stepped_valid.eq(0)]
+        with m.If(moves):
+            m.d.sync += [stepped.eq(fed), stepped_valid.eq(1)]
+
+        key_number = Cat(
+            step_number[: _log2(c.pass_steps)], stepped.block[: _log2(c.max_blocks)]
+        )  # key / segments, the place of a key in its pass
+        step = self.step
+        m.d.comb += [
+            step.valid.eq(step_issue),
+            step.swap.eq(~started),
+            step.is_values.eq(stepped.is_values),
+            step.is_lifted.eq(stepped.is_lifted),
+            step.slot.eq(stepped.slot),
+            step.key_number.eq(key_number),
+            step.step_number.eq(step_number),
+            step.pass_number.eq(stepped.number),
+            step.lifted_number.eq(stepped.lifted_number),
+            step.block.eq(stepped.block),
+            step.address.eq(Mux(stepped.is_values, step_number + c.pass_steps, step_number)),
+            step.first.eq(Mux(stepped.is_values, stepped.first_of_group, stepped.is_first)),
+            step.has_bias.eq(~stepped.is_values & stepped.is_first & job.bias),
+            step.shift.eq(
+                Mux(stepped.is_values, 0, Mux(stepped.is_lifted, job.lift_shift, job.score_shift))
+            ),
+            step.emit.eq(Mux(stepped.is_values, stepped.last_of_group, stepped.is_last)),
+            step.buffer.eq(stepped.buffer),
+            step.output_slot.eq(stepped.output_slot),
+            self.item_valid.eq(step_issue & ~started & ~stepped.is_values & stepped.is_first),
+            self.item.slot.eq(stepped.buffer),
+            self.item.first.eq(stepped.first_of_group),
+            self.item.last.eq(stepped.last_of_group),
+            self.item.key_base.eq(stepped.block << _log2(c.block)),
+            self.item.query_base.eq(stepped.query_base),
+            self.item.valid_length.eq(job.valid_length),
+            self.item.causal.eq(job.causal),
+        ]
+
+
+def _log2(value: int) -> int:
+    return value.bit_length() - 1
+
+
+def _count(m: Module, counter: Signal, modulus: int) -> None:
+    """Advance a counter modulo any number."""
+    m.d.sync += counter.eq(Mux(counter == modulus - 1, 0, counter + 1))
