@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from dtp.errors import must
+import dtp
+from dtp.errors import MissingToolError, must
 from dtp.workload import Mode, Workload, parse_mode
+
+MINILM_EXTRACT = Path(dtp.__file__).parent / "data" / "minilm_extract.safetensors"
+EXTRACT_LAYERS = (1, 4)
+EXTRACT_TOKENS = 64
+
+PROSE = (
+    "The ferry left the harbour a little before dawn, when the lamps along the quay still burned and "
+    "the water was the colour of slate. Only seven passengers stood on deck: a schoolteacher with a box "
+    "of maps, two brothers who repaired clocks, a woman carrying a sleeping child, an old pilot who no "
+    "longer trusted his eyes, and a surveyor on her way to measure the northern lighthouse. Nobody "
+    "spoke until the engine settled into its rhythm. Then the pilot pointed at the horizon and said "
+    "that the wind would turn before noon, because the gulls were flying low and the clouds had begun "
+    "to comb themselves into long grey lines. The surveyor wrote his words in her notebook beside the "
+    "temperature and the hour, since she had learned that a prediction is worth keeping only when "
+    "somebody writes it down before the weather has had time to answer.",
+    "A river never carves its valley in a hurry. Each spring the melting snow loosens stones from the "
+    "upper slopes, and the current rolls them downstream, grinding one against another until the sharp "
+    "edges are gone. Farmers on the plain know nothing of that slow labour; they see only the fine dark "
+    "soil that every flood leaves behind. When engineers built the first dam, the floods stopped, the "
+    "harvests shrank, and the beaches at the mouth of the river began to disappear, for the sand that "
+    "used to feed them now lay trapped behind a wall of concrete. It took the province forty years to "
+    "understand the connection, and another ten to agree that a few gates should be opened every April, "
+    "so that the water might carry its old freight to the sea.",
+)
+"""Two paragraphs, each above 128 tokens, written for this project."""
 
 
 def random_workload(
@@ -106,3 +136,105 @@ def _random_mask(legal: np.ndarray, heads: int, kept: float, rng: np.random.Gene
         chosen = places[order[np.concatenate([first, others[: count - len(rows)]])]]
         mask[head, chosen[:, 0], chosen[:, 1]] = True
     return mask
+
+
+def _need_torch() -> None:
+    if find_spec("torch") is None:
+        raise MissingToolError("PyTorch is not installed: pip install torch==2.13.0")
+
+
+def digits_workload(images: Sequence[int], layer: int) -> Workload:
+    """What one layer of the committed digit classifier reads for some images, Riemannian.
+
+    Parameters
+    ----------
+    images : numbers in 0..1796 of scikit-learn's digits; the heads of the images are stacked in this order
+    layer : attention layer, from 0
+
+    Returns
+    -------
+    Workload with len(images) × 2 heads, 64 tokens, width 32.
+
+    Raises
+    ------
+    DtpError
+        A number out of range; ``MissingToolError`` without PyTorch.
+    """
+    _need_torch()
+    from dtp.reference.digits import layer_tensors, load_classifier
+
+    model = load_classifier()
+    seen = layer_tensors(model, np.array(list(images), dtype=np.int64), layer)
+    names = ", ".join(str(image) for image in images)
+    return Workload.from_tensors(
+        mode=Mode.RIEMANNIAN,
+        causal=False,
+        q=seen.q.flatten(0, 1),
+        k=seen.k.flatten(0, 1),
+        v=seen.v.flatten(0, 1),
+        frame=seen.frame.repeat(len(images), 1, 1),
+        metric_factor=seen.metric_factor.flatten(0, 1),
+        curvature=seen.curvature.flatten(0, 1),
+        temperature=model.config.temperature,
+        source=f"digits: layer {layer}, images {names}",
+    )
+
+
+def minilm_workload(
+    texts: str | Sequence[str] = PROSE[0],
+    *,
+    layers: Sequence[int] | None = None,
+    tokens: int = 128,
+) -> Workload:
+    """What the attention of all-MiniLM-L6-v2 reads for some texts, dot product, float32.
+
+    Heads are stacked by text, then layer, then head: 72 for one text and all six layers. A text shorter than
+    ``tokens`` is padded and ``valid_length`` says so; several texts must then have equal lengths.
+
+    Parameters
+    ----------
+    texts : one text or several
+    layers : numbers in 0..5, default all
+    tokens : L, 2..512, both end marks included
+
+    Raises
+    ------
+    DtpError
+        A value out of range, or texts of unequal length; ``MissingToolError`` without the model's packages.
+    """
+    _need_torch()
+    import torch
+
+    from dtp.reference.minilm import LAYERS, run
+
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    chosen = range(LAYERS) if layers is None else layers
+    for layer in chosen:
+        if not 0 <= layer < LAYERS:
+            raise must("minilm", "layers", f"integers in 0..{LAYERS - 1}", layer)
+    if len(chosen) == 0:
+        raise must("minilm", "layers", "at least one layer", list(chosen))
+    result = run(texts, tokens)
+    if len(set(result.lengths)) > 1:
+        raise must("minilm", "texts", "equally long in tokens after cutting", result.lengths)
+    parts: dict[str, Any] = {}
+    for index, name in enumerate("qkv"):
+        parts[name] = torch.stack([result.layers[layer][index] for layer in chosen], dim=1).flatten(0, 2)
+    named = ", ".join(str(layer) for layer in chosen)
+    source = f"all-MiniLM-L6-v2 (Apache-2.0): {len(texts)} text(s), layers {named}, 12 heads each"
+    return Workload.from_tensors(
+        mode=Mode.DOT, causal=False, valid_length=result.lengths[0], source=source, **parts
+    )
+
+
+def minilm_extract() -> Workload:
+    """The committed extract of all-MiniLM-L6-v2: layers 1 and 4 of 64 tokens of prose, 24 heads of width 32.
+
+    It needs neither PyTorch nor the model's packages.
+    """
+    return Workload.load(MINILM_EXTRACT)
+
+
+def write_minilm_extract(path: Path = MINILM_EXTRACT) -> None:
+    """Make the committed extract again from the model's packages."""
+    minilm_workload(PROSE[0], layers=EXTRACT_LAYERS, tokens=EXTRACT_TOKENS).save(path)

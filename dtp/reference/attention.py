@@ -102,7 +102,8 @@ def alignment(frame: Tensor) -> tuple[Tensor, Tensor]:
     Returns
     -------
     rotation (H, d, d) and correction (H, R, R) with frame = rotation[:, :, :R] @ correction. The map
-    x → rotationᵀx of q, k and C → correction·C leaves every score as it was, exactly, whatever the rounding of the frame.
+    x → rotationᵀx of q, k and C → correction·C leaves every score as it was, exactly, whatever the frame's
+    rounding.
     """
     rotation, upper = torch.linalg.qr(frame, mode="complete")
     return rotation, upper[..., : frame.shape[-1], :]
