@@ -46,9 +46,9 @@ def run_stream(
 ) -> StreamResult:
     """Run one job and return what came out.
 
-    ``dut`` is the path of a Verilog file with module ``top`` (run by cocotb on Verilator, or by the bare harness) or
-    an Amaranth component with streams ``i`` and ``o`` (run by Amaranth's simulator). ``waves`` names a VCD file to
-    write; ``cache_dir`` holds the built simulators (default ``~/.cache/dtp``).
+    ``dut`` is the path of a Verilog file with module ``top`` (run by cocotb on Verilator, or by the bare
+    harness) or an Amaranth component with streams ``i`` and ``o`` (run by Amaranth's simulator). ``waves``
+    names a VCD file to write; ``cache_dir`` holds the built simulators (default ``~/.cache/dtp``).
 
     Raises :class:`StreamFault` when the stream's rules were broken, unless ``check`` is False;
     :class:`SimulationError` when there is no result; :class:`~dtp.errors.MissingToolError` and
@@ -58,7 +58,7 @@ def run_stream(
     backend = backend or (Backend.COCOTB if is_file else Backend.AMARANTH)
     if is_file is (backend is Backend.AMARANTH):
         wanted = "an Amaranth component" if backend is Backend.AMARANTH else "the path of a Verilog file"
-        raise DtpError(f"run_stream.dut must be {wanted} for backend {backend.value}, not {type(dut).__name__}")
+        raise DtpError(f"run_stream.dut must be {wanted} for {backend.value}, not {type(dut).__name__}")
     if backend is Backend.AMARANTH:
         from .amaranth_stream import run_amaranth
 

@@ -21,7 +21,7 @@ from .stream import StreamJob, StreamPorts, StreamResult, checked_width, xorshif
 
 
 def ports_of_component(component: Any) -> StreamPorts:
-    """Widths of a component's streams; raises :class:`~dtp.errors.DtpError` if it is not a stream processor."""
+    """Widths of a component's streams; raises :class:`~dtp.errors.DtpError` if it has no such streams."""
     widths = []
     for port, name in (("i", "data"), ("o", "data"), ("o", "user")):
         try:
@@ -29,7 +29,7 @@ def ports_of_component(component: Any) -> StreamPorts:
         except AttributeError:
             raise DtpError(f"{type(component).__name__} has no stream {port} with a field {name}") from None
     if widths[0] % 8 or widths[1] % 8:
-        raise DtpError(f"{type(component).__name__}: data must be whole bytes, not {widths[0]} and {widths[1]} bits")
+        raise DtpError(f"{type(component).__name__}: data must be whole bytes, not {widths[:2]} bits")
     return StreamPorts(in_bytes=widths[0] // 8, out_bytes=widths[1] // 8, user_bits=widths[2])
 
 
@@ -58,7 +58,10 @@ class _Feeder:
         source_state, sink_state = job.stall_states
         fill_words = (self.ports.in_bytes + 3) // 4
         fill_mask = (1 << (8 * self.ports.in_bytes)) - 1
-        next_beat, held, offered, waiting, offer, idle, cycle = 0, None, False, False, None, 0, 0
+        held: tuple[int, int] | None = None
+        offer: tuple[int, int, int] | None = None
+        offered = waiting = False
+        next_beat = idle = cycle = 0
         while True:
             # What this cycle sees.
             resetting = cycle == job.reset_at
@@ -67,8 +70,9 @@ class _Feeder:
                 ctx.set(self.component.abort, cycle == job.abort_at)
             if not resetting and held is None and next_beat < len(beats):
                 held, offered, next_beat = (beats[next_beat], flags[next_beat]), False, next_beat + 1
-            valid = not resetting and held is not None and (offered or (source_state & 0xFFFF) >= source_stall)
-            if valid:
+            released = offered or (source_state & 0xFFFF) >= source_stall
+            valid = not resetting and held is not None and released
+            if valid and held is not None:
                 offered = True
                 data, last = held
             else:

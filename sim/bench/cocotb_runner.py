@@ -1,6 +1,7 @@
 """``python -m sim.bench.cocotb_runner CALL.json``: one call of cocotb's runner in a process of its own.
 
-The runner reads and changes the environment, prints, and calls ``sys.exit``; a process keeps that from the caller.
+The runner reads and changes the environment, prints, and calls ``sys.exit``; a process of its own keeps that
+from the caller.
 """
 
 from __future__ import annotations

@@ -11,14 +11,14 @@ int main(int argc, char** argv) {
     auto context = std::make_unique<VerilatedContext>();
     context->commandArgs(argc, argv);
     auto top = std::make_unique<Vtop>(context.get(), "");
-    top->clk = 0;
+    top->tick = 0;
     top->eval();
     const auto start = std::chrono::steady_clock::now();
     while (!top->finished && !context->gotFinish()) {
-        top->clk = 1;
+        top->tick = 1;
         context->timeInc(5000);
         top->eval();
-        top->clk = 0;
+        top->tick = 0;
         context->timeInc(5000);
         top->eval();
     }

@@ -1,7 +1,7 @@
 """One job on one stream processor: what goes in, what came out, and every way in which that can be wrong.
 
-The job and the result are the same for all backends; so are the stall patterns, bit for bit, and therefore the cycle
-numbers.
+The job and the result are the same for all backends; so are the stall patterns, bit for bit, and therefore
+the cycle numbers.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class StreamJob:
     packets : int
         Output packets (beats with tlast) that end the job. 0 is legal: then any output is an extra beat.
     source_stall, sink_stall : float in [0, 1)
-        Probability, in a cycle, that a waiting input beat is not offered yet and that an output beat is not taken.
-        A beat once offered stays.
+        Probability, in a cycle, that a waiting input beat is not offered yet, and that an output beat is not
+        taken. A beat once offered stays.
     seed : int
         Seed of both stall patterns.
     drain_cycles : int
         Cycles watched for extra beats after the last packet.
     abort_at, reset_at : int or None
-        Cycle in which ``abort`` or ``rst`` is high, for one cycle. After the reset the input goes on with beat
+        Cycle in which ``abort`` or ``rst`` is high, for one cycle. After the reset the input goes on with
         ``restart_beat`` and the count of packets starts anew; beats captured before stay in the result.
 
     Raises :class:`~dtp.errors.DtpError` for a value out of range.
@@ -132,10 +132,10 @@ class StreamJob:
 class StreamResult:
     """What came out of a run.
 
-    ``data`` uint8 (n, out_bytes), ``user`` uint64 (n,), ``last`` bool (n,) and ``cycles`` int64 (n,) hold every
-    accepted output beat and the cycle of its acceptance, extra beats included. ``first_input_cycle`` is the cycle in
-    which the first input beat was accepted, None if none was. ``wall_s`` is the time that the clock ran, build and
-    start excluded.
+    ``data`` uint8 (n, out_bytes), ``user`` uint64 (n,), ``last`` bool (n,) and ``cycles`` int64 (n,) hold
+    every accepted output beat and the cycle of its acceptance, extra beats included. ``first_input_cycle``
+    is the cycle in which the first input beat was accepted, None if none was. ``wall_s`` is the time that
+    the clock ran, build and start excluded.
     """
 
     data: NDArray[np.uint8]
@@ -168,8 +168,8 @@ class StreamResult:
         found = []
         if self.timed_out:
             found.append(
-                f"timed out after {self.sim_cycles} cycles with {self.packets} of {self.packets_expected} packets out"
-                f" and {self.inputs_unread} input beats not taken"
+                f"timed out after {self.sim_cycles} cycles with {self.packets} of {self.packets_expected}"
+                f" packets out and {self.inputs_unread} input beats not taken"
             )
         if self.violation_cycle is not None:
             found.append(f"output beat changed before it was taken, in cycle {self.violation_cycle}")

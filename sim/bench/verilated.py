@@ -1,7 +1,9 @@
 """Generated Verilog as a function: build once, keep the simulator, run it on files.
 
-Two drivers share sources and flags: cocotb (:func:`run_cocotb`) and a bare C++ loop (:func:`run_bare`), which exists to
-say how fast the simulation could be.
+Two drivers share sources and flags: cocotb (:func:`run_cocotb`) and a bare C++ loop (:func:`run_bare`),
+which exists to say how fast the simulation could be. They differ in the main program, and in how the clock
+is made: the bare loop toggles it, while under cocotb each time step holds a burst of clock cycles (``BURST``
+in ``feeder.sv``).
 """
 
 from __future__ import annotations
@@ -58,9 +60,7 @@ def ports_of(verilog: Path) -> StreamPorts:
     if match is None:
         raise DtpError(f"{verilog} has no module top")
     widths = {}
-    for direction, msb, name in re.findall(
-        r"^\s*(input|output)\s+(?:wire\s+|reg\s+|logic\s+)?(?:\[(\d+):0\]\s*)?(\w+)\s*;", match[1], re.MULTILINE
-    ):
+    for direction, msb, name in _PORT.findall(match[1]):
         widths[name] = (direction, int(msb or 0) + 1)
     for name, direction in _PORTS.items():
         if widths.get(name, ("", 0))[0] != direction:
@@ -75,6 +75,9 @@ def ports_of(verilog: Path) -> StreamPorts:
     )
 
 
+_PORT = re.compile(
+    r"^\s*(input|output)\s+(?:wire\s+|reg\s+|logic\s+)?(?:\[(\d+):0\]\s*)?(\w+)\s*;", re.MULTILINE
+)
 _PORTS = {
     "clk": "input",
     "rst": "input",
@@ -117,18 +120,20 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _flags(ports: StreamPorts) -> list[str]:
+def _flags(ports: StreamPorts, driver: str, waves: bool) -> list[str]:
     return [
         *FLAGS,
+        # Bursts have no time steps: nothing to see in a waveform, nothing to gain without Python around.
+        f"-GBURST={int(driver == COCOTB and not waves)}",
         f"-GIN_BYTES={ports.in_bytes}",
         f"-GOUT_BYTES={ports.out_bytes}",
         f"-GUSER_BITS={ports.user_bits}",
     ]
 
 
-def _key(verilog: Path, ports: StreamPorts, driver: str, waves: bool, tools: Toolchain, env: dict[str, str]) -> str:
+def _key(verilog: Path, flags: list[str], driver: str, waves: bool, tools: Toolchain, make_flags: str) -> str:
     digest = hashlib.sha256()
-    parts = [driver, str(waves), *_flags(ports), tools.identity, env["MAKEFLAGS"]]
+    parts = [driver, str(waves), *flags, tools.identity, make_flags]
     if driver == COCOTB:
         # The executable is linked to the library of this very environment.
         parts += [importlib.metadata.version("cocotb"), sys.prefix]
@@ -142,18 +147,19 @@ def _key(verilog: Path, ports: StreamPorts, driver: str, waves: bool, tools: Too
 def build(verilog: Path, driver: str = COCOTB, *, waves: bool = False, cache_dir: Path | None = None) -> Path:
     """Folder that holds the simulator ``dtp_feeder`` of a Verilog file, built unless it is already there.
 
-    The folder appears in ``cache_dir`` (default ``~/.cache/dtp``) only when the build is complete; calls from several
-    processes wait for each other. Raises :class:`~dtp.errors.MissingToolError`, :class:`~dtp.errors.DtpError` for a
-    file that is not a stream processor, :class:`~sim.bench.stream.SimulationError` when Verilator or the compiler fails.
+    The folder appears in ``cache_dir`` (default ``~/.cache/dtp``) only when the build is complete; calls from
+    several processes wait for each other. Raises :class:`~dtp.errors.MissingToolError`,
+    :class:`~dtp.errors.DtpError` for a file that is not a stream processor, and
+    :class:`~sim.bench.stream.SimulationError` when Verilator or the compiler fails.
     """
     tools = find_toolchain()
     cache = (cache_dir or default_cache_dir()).absolute()
     env = tools.environment(cache)
     verilog = verilog.absolute()
-    ports = ports_of(verilog)
+    flags = _flags(ports_of(verilog), driver, waves)
     builds = cache / "cosim"
     builds.mkdir(parents=True, exist_ok=True)
-    done = builds / _key(verilog, ports, driver, waves, tools, env)
+    done = builds / _key(verilog, flags, driver, waves, tools, env["MAKEFLAGS"])
     if (done / FEEDER).is_file():
         return done
     with _locked(done.with_suffix(".lock")):
@@ -162,7 +168,7 @@ def build(verilog: Path, driver: str = COCOTB, *, waves: bool = False, cache_dir
         with tempfile.TemporaryDirectory(prefix=".building-", dir=builds) as temporary:
             folder = Path(temporary) / "build"
             folder.mkdir()
-            _compile(verilog, ports, driver, waves, folder, env)
+            _compile(verilog, flags, driver, waves, folder, env)
             kept = Path(temporary) / "kept"
             kept.mkdir()
             os.replace(folder / FEEDER, kept / FEEDER)
@@ -171,7 +177,7 @@ def build(verilog: Path, driver: str = COCOTB, *, waves: bool = False, cache_dir
 
 
 def _compile(
-    verilog: Path, ports: StreamPorts, driver: str, waves: bool, folder: Path, env: dict[str, str]
+    verilog: Path, flags: list[str], driver: str, waves: bool, folder: Path, env: dict[str, str]
 ) -> None:
     log = folder / "build.log"
     sources = [str(path) for path in (*SOURCES, verilog)]
@@ -179,7 +185,7 @@ def _compile(
         arguments = {
             "sources": sources,
             "hdl_toplevel": FEEDER,
-            "build_args": _flags(ports),
+            "build_args": flags,
             "build_dir": str(folder),
             "timescale": ["1ns", "1ps"],
             "waves": waves,
@@ -187,8 +193,9 @@ def _compile(
         _call_runner("build", arguments, folder=folder, env=env, log=log, what="the build of the simulator")
         return
     # The same command as cocotb's runner gives, with another main program.
-    command = ["verilator", "-cc", "--exe", "-Mdir", str(folder), "--top-module", FEEDER, "--vpi", "--public-flat-rw"]
-    command += ["--prefix", "Vtop", "-o", FEEDER, *_flags(ports), "--timescale", "1ns/1ps", str(HARNESS), *sources]
+    command = ["verilator", "-cc", "--exe", "-Mdir", str(folder), "--top-module", FEEDER, "--vpi"]
+    command += ["--public-flat-rw", "--prefix", "Vtop", "-o", FEEDER, *flags, "--timescale", "1ns/1ps"]
+    command += [str(HARNESS), *sources]
     _run(command, folder=folder, env=env, log=log, what="Verilator")
     jobs = str(min(4, os.cpu_count() or 1))
     _run(
@@ -218,9 +225,10 @@ def _run_environment() -> dict[str, str]:
 def run_cocotb(
     verilog: Path, job: StreamJob, *, waves: Path | None = None, cache_dir: Path | None = None
 ) -> StreamResult:
-    """Run a job on module ``top`` of a Verilog file with cocotb on Verilator; ``waves`` names a VCD file to write.
+    """Run a job on module ``top`` of a Verilog file with cocotb on Verilator.
 
-    The result is not checked: ask :meth:`~sim.bench.stream.StreamResult.check`. Raises what :func:`build` raises, and
+    ``waves`` names a VCD file to write. The result is not checked: ask
+    :meth:`~sim.bench.stream.StreamResult.check`. Raises what :func:`build` raises, and
     :class:`~sim.bench.stream.SimulationError` when the simulator dies or its verdict contradicts the result.
     """
     ports = ports_of(verilog)
@@ -228,7 +236,8 @@ def run_cocotb(
     simulator = build(verilog, COCOTB, waves=waves is not None, cache_dir=cache_dir)
     with tempfile.TemporaryDirectory(prefix="dtp-") as temporary:
         folder = Path(temporary)
-        files, log, wall, verdict = Files(folder), folder / "run.log", folder / "wall.txt", folder / "results.xml"
+        files, log = Files(folder), folder / "run.log"
+        wall, verdict = folder / "wall.txt", folder / "results.xml"
         files.write_input(job)
         arguments = {
             "test_module": "sim.bench.cocotb_stream",
@@ -250,7 +259,8 @@ def run_cocotb(
         except (SimulationError, RuntimeError, OSError) as error:
             raise SimulationError(f"{error}:\n{_tail(log)}") from None
         if tests != 1 or bool(failed) != bool(result.faults):
-            raise SimulationError(f"cocotb ran {tests} tests, {failed} failed, yet the result says {result.faults}")
+            found = "; ".join(result.faults) or "no fault"
+            raise SimulationError(f"cocotb ran {tests} tests, {failed} failed, the feeder reports: {found}")
         return result
 
 
