@@ -1,0 +1,269 @@
+"""The metric-bias attention tile: one stream in, one stream out."""
+
+from __future__ import annotations
+
+from amaranth.hdl import Module, Mux, ResetInserter, Signal, unsigned
+from amaranth.lib import data, stream, wiring
+from amaranth.lib.wiring import In, Out, connect, flipped
+
+from dtp.array import ArrayParams
+from dtp.config import BIAS_BITS, SHIFT_FIELD_BITS, Config
+from dtp.job import STATUS_BYTES, ErrorCode, StatusRecord, descriptor_offset
+from rtl.array import MacArray
+from rtl.layouts import StepTag
+from rtl.lib.multiplier import Target
+from rtl.lib.streams import RegisterSlice
+from rtl.loader import Loader
+from rtl.normaliser import Normaliser
+from rtl.operands import OperandMemories
+from rtl.softmax import Softmax
+from rtl.walker import Walker
+
+__all__ = ["AttentionTile", "InputLayout", "OutputLayout", "array_params"]
+
+
+def array_params(config: Config) -> ArrayParams:
+    """Parameters of the array inside a tile."""
+    c = config
+    return ArrayParams(
+        rows=c.rows,
+        segments=c.segments,
+        block=c.block,
+        row_bits=c.row_bits,
+        moving_bits=c.moving_bits,
+        acc_bits=c.accumulator_bits,
+        acc_depth=c.accumulator_depth,
+        init_bits=BIAS_BITS,
+        shift_max=(1 << SHIFT_FIELD_BITS) - 1,
+        tag_bits=StepTag(c).size,
+    )
+
+
+class InputLayout(data.StructLayout):
+    """One input beat: ``input_bytes`` bytes, and whether it is the job's last."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__({"data": unsigned(8 * config.input_bytes), "last": unsigned(1)})
+
+
+class OutputLayout(data.StructLayout):
+    """One output beat: ``output_bytes`` bytes, empty rows of the group, and whether it is the job's last."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(
+            {
+                "data": unsigned(8 * config.output_bytes),
+                "user": unsigned(config.rows),
+                "last": unsigned(1),
+            }
+        )
+
+
+class AttentionTile(wiring.Component):
+    """Attention with metric-bias scores, one head a job; the contract is ``docs/tile.md``.
+
+    Order of the output: that of the jobs. Throughput: an array step a cycle while operands are there; loading and lifting the
+    next head overlap with computing. Stalls: the input waits while both job slots or the query ring are taken, the
+    array waits when ``output_slots`` groups wait for the output.
+
+    Parameters
+    ----------
+    config: the processor
+    target: plain description or explicit ECP5 multipliers
+
+    Members
+    -------
+    i: In(stream of :class:`InputLayout`)
+    o: Out(stream of :class:`OutputLayout`)
+    abort: In(1), drops all jobs; answered by one status record with error 255
+    """
+
+    def __init__(self, config: Config, *, target: Target = Target.GENERIC) -> None:
+        self.config = config
+        self.target = target
+        super().__init__(
+            {
+                "i": In(stream.Signature(InputLayout(config))),
+                "o": Out(stream.Signature(OutputLayout(config))),
+                "abort": In(1),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        c = self.config
+        params = array_params(c)
+        halt = Signal()  # reset of everything between the two gates
+        units = {
+            "loader": (loader := Loader(c, target=self.target)),
+            "walker": (walker := Walker(c, params)),
+            "operands": (operands := OperandMemories(c, params)),
+            "array": (array := MacArray(params, target=self.target)),
+            "softmax": (softmax := Softmax(c)),
+            "normaliser": (normaliser := Normaliser(c, target=self.target)),
+        }
+        for name, unit in units.items():
+            m.submodules[name] = ResetInserter(halt)(unit)
+        m.submodules.gate = gate = AbortGate(c)
+        m.d.comb += [gate.abort.eq(self.abort), halt.eq(gate.halt)]
+        connect(m, flipped(self.i), gate.i)
+        connect(m, gate.to_loader, loader.i)
+        connect(m, normaliser.o, gate.from_normaliser)
+        connect(m, gate.o, flipped(self.o))
+
+        # Loader, walker, memories.
+        m.d.comb += [
+            walker.jobs.eq(loader.jobs),
+            walker.job_valid.eq(loader.job_valid),
+            walker.job_done.eq(loader.job_done),
+            walker.lift_saturations.eq(loader.lift_saturations),
+            loader.release.eq(walker.release),
+            loader.mask_slot.eq(walker.mask_slot),
+            loader.mask_row_index.eq(walker.mask_row_index),
+            walker.mask_row.eq(loader.mask_row),
+            walker.k_block.eq(loader.k_block),
+            walker.k_entry.eq(loader.k_entry),
+            walker.v_block.eq(loader.v_block),
+            walker.v_entry.eq(loader.v_entry),
+            walker.q_group.eq(loader.q_group),
+            walker.q_pass.eq(loader.q_pass),
+            loader.q_release.eq(walker.q_release),
+            operands.moving_write.eq(loader.moving_write),
+            operands.lifted_write.eq(loader.lifted_write),
+            operands.bias_write.eq(loader.bias_write),
+            operands.query_write.eq(loader.query_write),
+            operands.feed.eq(walker.feed),
+            operands.step.eq(walker.step),
+        ]
+
+        # Memories, softmax, array.
+        m.d.comb += [
+            softmax.p_slot.eq(walker.feed.buffer),
+            softmax.p_feed.eq(walker.feed.number),
+            operands.probabilities.eq(softmax.p_data),
+            softmax.rescale_slot.eq(operands.rescale_slot),
+            operands.rescale.eq(softmax.rescale),
+            array.feed_valid.eq(operands.feed_valid),
+            array.feed_data.eq(operands.feed_data),
+            array.step_valid.eq(operands.step_valid),
+            array.step.eq(operands.array_step),
+            array.rescale.eq(operands.array_rescale),
+        ]
+
+        # Array, softmax, normaliser.
+        tag = data.View(StepTag(c), array.o_tag)
+        m.d.comb += [
+            softmax.item_valid.eq(walker.item_valid),
+            softmax.item.eq(walker.item),
+            softmax.i_valid.eq(array.o_valid & ~tag.is_values),
+            softmax.i_slot.eq(tag.slot),
+            softmax.i_step.eq(tag.number),
+            softmax.i_data.eq(array.o_data),
+            walker.done.eq(softmax.done),
+            normaliser.i_valid.eq(array.o_valid & tag.is_values),
+            normaliser.i_slot.eq(tag.slot),
+            normaliser.i_step.eq(tag.number),
+            normaliser.i_data.eq(array.o_data),
+            normaliser.group_valid.eq(softmax.group_valid),
+            normaliser.denominators.eq(softmax.denominators),
+            normaliser.saturations.eq(softmax.saturations),
+        ]
+        connect(m, walker.record, normaliser.record)
+        return m
+
+
+class AbortGate(wiring.Component):
+    """Keeps both streams lawful across an abort, and answers it.
+
+    The input is in step with ``last``: a job that an abort cut is taken and dropped up to its ``last``. The output register keeps an
+    offered beat; then follows one status record with error 255 and the tag of the newest descriptor, and only then new results.
+
+    Members
+    -------
+    i, to_loader: the input before and behind the gate
+    from_normaliser, o: the output before and behind the gate; a beat takes one cycle
+    abort: In(1); halt: Out(1), resets the units between, the cycle after ``abort`` and as long as it lasts
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        beats = stream.Signature(InputLayout(config))
+        results = stream.Signature(OutputLayout(config))
+        super().__init__(
+            {
+                "i": In(beats),
+                "to_loader": Out(beats),
+                "from_normaliser": In(results),
+                "o": Out(results),
+                "abort": In(1),
+                "halt": Out(1),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        c = self.config
+        aborted = Signal()  # halt
+        stopped = Signal()
+        m.d.sync += aborted.eq(self.abort)
+        m.d.comb += [self.halt.eq(aborted), stopped.eq(self.abort | aborted)]
+
+        # Input.
+        inside = Signal()  # a job has begun and its last beat has not come
+        dropping = Signal()
+        taken = self.i.valid & self.i.ready
+        m.d.comb += [
+            self.to_loader.payload.eq(self.i.payload),
+            self.to_loader.valid.eq(self.i.valid & ~stopped & ~dropping),
+            self.i.ready.eq(Mux(dropping, 1, self.to_loader.ready & ~stopped)),
+        ]
+        with m.If(taken):
+            m.d.sync += inside.eq(~self.i.payload.last)
+        with m.If(self.abort & inside & ~(taken & self.i.payload.last)):
+            m.d.sync += dropping.eq(1)
+        with m.Elif(taken & self.i.payload.last):
+            m.d.sync += dropping.eq(0)
+
+        # Tag of the newest descriptor.
+        tag = Signal(16)
+        # Beats of the job so far; stands still behind the tag.
+        behind = (descriptor_offset("tag") + 1) // c.input_bytes + 1
+        beat = Signal(range(behind + 1))
+        for byte in range(2):
+            place = descriptor_offset("tag") + byte
+            with m.If(taken & ~dropping & (beat == place // c.input_bytes)):
+                m.d.sync += tag.word_select(byte, 8).eq(
+                    self.i.payload.data.word_select(place % c.input_bytes, 8)
+                )
+        with m.If(taken):
+            m.d.sync += beat.eq(Mux(self.i.payload.last, 0, Mux(beat == behind, beat, beat + 1)))
+
+        # Output.
+        m.submodules.register = register = RegisterSlice(OutputLayout(c))
+        connect(m, register.o, flipped(self.o))
+        answer_beats = -(-STATUS_BYTES // c.output_bytes)
+        answers = Signal(range(answer_beats + 1))
+        with m.If(self.abort & ~aborted):
+            m.d.sync += answers.eq(answer_beats)
+        with m.Elif((answers != 0) & register.i.ready & ~stopped):
+            m.d.sync += answers.eq(answers - 1)
+        record = StatusRecord(error=ErrorCode.ABORTED).to_bytes()
+        words = Signal(8 * answer_beats * c.output_bytes)
+        tag_place = StatusRecord.offset("tag")
+        plain = int.from_bytes(record, "little")
+        m.d.comb += words.eq(plain)
+        m.d.comb += words[8 * tag_place : 8 * tag_place + 16].eq(tag)
+        with m.If(answers != 0):
+            m.d.comb += [
+                register.i.valid.eq(~stopped),
+                register.i.payload.data.eq(words.word_select(answer_beats - answers, 8 * c.output_bytes)),
+                register.i.payload.last.eq(answers == 1),
+            ]
+        with m.Else():
+            m.d.comb += [
+                register.i.valid.eq(self.from_normaliser.valid & ~stopped),
+                register.i.payload.eq(self.from_normaliser.payload),
+                self.from_normaliser.ready.eq(register.i.ready & ~stopped),
+            ]
+        return m
+

@@ -1,0 +1,211 @@
+"""Operand memories of the tile: loader writes, walker reads, the array gets feeds and steps in step."""
+
+from __future__ import annotations
+
+from amaranth.hdl import Cat, Module, Mux, Signal, signed, unsigned
+from amaranth.lib import data, wiring
+from amaranth.lib.memory import Memory
+from amaranth.lib.wiring import In, Out
+
+from dtp.array import RESCALE_BITS, ArrayParams
+from dtp.config import BIAS_BITS, Config
+from rtl.array import StepLayout
+from rtl.layouts import FeedLayout, StepControlLayout, StepTag
+
+__all__ = ["READ_CYCLES", "OperandMemories", "WriteLayout"]
+
+READ_CYCLES = 2
+"""Cycles from a read address of the walker to the operand at the array: memory and register."""
+
+
+class WriteLayout(data.StructLayout):
+    """One write of ``data_bits`` bits to a memory of ``depth`` words, ``enables`` write enables wide."""
+
+    def __init__(self, depth: int, data_bits: int, enables: int = 1) -> None:
+        super().__init__(
+            {
+                "en": unsigned(enables),
+                "addr": unsigned(max(1, (depth - 1).bit_length())),
+                "data": unsigned(data_bits),
+            }
+        )
+
+
+class OperandMemories(wiring.Component):
+    """Keys, values, lifted keys, biases and scaled queries; addresses as in ``docs/tile.md`` §7.
+
+    A read takes :data:`READ_CYCLES`; every memory takes a write and a read each cycle. A word that is read while it is
+    written is undefined: the loader tells the walker of a word only after its write.
+
+    Parameters
+    ----------
+    config: the processor
+    array: parameters of the array that is fed
+
+    Members
+    -------
+    moving_write, lifted_write, bias_write, query_write: In(:class:`WriteLayout`); a lifted write has an enable for each
+        lane of a segment
+    feed, step: In, addresses and control from the walker
+    probabilities: In(rows × segments, unsigned), what the softmax read for the feed of :data:`READ_CYCLES` ago
+    rescale: In(rows × 5), of the probability buffer ``rescale_slot``
+    rescale_slot: Out, in the cycle before it is used
+    feed_valid, feed_data, step_valid, array_step, array_rescale: Out, ports of the array
+    """
+
+    def __init__(self, config: Config, array: ArrayParams) -> None:
+        self.config = config
+        self.array = array
+        c = config
+        self.moving_depth = 4 * c.max_chunks * c.max_tokens // c.segments
+        self.lifted_depth = 2 * c.lifted_passes * c.max_tokens // c.segments
+        self.bias_depth = 2 * c.max_tokens // c.segments
+        self.query_depth = (c.max_chunks + c.lifted_passes) * c.query_groups * c.pass_steps
+        operands = data.ArrayLayout(signed(array.row_bits), array.segments)
+        probabilities = data.ArrayLayout(unsigned(c.probability_bits), c.segments)
+        super().__init__(
+            {
+                "moving_write": In(WriteLayout(self.moving_depth, c.lanes * c.operand_bits)),
+                "lifted_write": In(WriteLayout(self.lifted_depth, c.lanes * c.lifted_bits, c.block)),
+                "bias_write": In(WriteLayout(self.bias_depth, c.segments * BIAS_BITS)),
+                "query_write": In(WriteLayout(self.query_depth, c.rows * c.segments * c.row_bits)),
+                "feed": In(FeedLayout(c)),
+                "step": In(StepControlLayout(c, array)),
+                "probabilities": In(data.ArrayLayout(probabilities, c.rows)),
+                "rescale": In(data.ArrayLayout(unsigned(RESCALE_BITS), c.rows)),
+                "rescale_slot": Out(range(c.lookahead + 1)),
+                "feed_valid": Out(1),
+                "feed_data": Out(data.ArrayLayout(operands, array.rows)),
+                "step_valid": Out(1),
+                "array_step": Out(StepLayout(array)),
+                "array_rescale": Out(data.ArrayLayout(unsigned(RESCALE_BITS), c.rows)),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        c = self.config
+        a = self.array
+
+        # First cycle: the memories.
+        plain = Signal(data.ArrayLayout(data.ArrayLayout(signed(c.operand_bits), c.block), c.segments))
+        lifted = Signal(data.ArrayLayout(data.ArrayLayout(signed(c.lifted_bits), c.block), c.segments))
+        bias = Signal(data.ArrayLayout(signed(BIAS_BITS), c.segments))
+        query = Signal(data.ArrayLayout(data.ArrayLayout(signed(c.row_bits), c.segments), c.rows))
+        step = self.step
+        feed = self.feed
+
+        key_address = Cat(step.key_number, step.pass_number[: _address_bits(c.max_chunks)])
+        value_address = Cat(
+            step.step_number[: _address_bits(c.max_chunks * c.pass_steps)],
+            step.block[: _address_bits(c.max_blocks)],
+        )
+        half = _address_bits(self.moving_depth // 4)
+        assert len(key_address) == len(value_address) == half  # both regions are a quarter of the memory
+        self._memory(
+            m,
+            "moving",
+            self.moving_depth,
+            len(plain.as_value()),
+            self.moving_write,
+            Cat(Mux(step.is_values, value_address, key_address), step.is_values, step.slot),
+            plain.as_value(),
+        )
+        lifted_address = step.slot * c.lifted_passes + step.lifted_number
+        self._memory(
+            m,
+            "lifted",
+            self.lifted_depth,
+            len(lifted.as_value()),
+            self.lifted_write,
+            Cat(step.key_number, lifted_address)[: _address_bits(self.lifted_depth)],
+            lifted.as_value(),
+        )
+        self._memory(
+            m,
+            "bias",
+            self.bias_depth,
+            len(bias.as_value()),
+            self.bias_write,
+            Cat(step.key_number, step.slot),
+            bias.as_value(),
+        )
+        self._memory(
+            m,
+            "query",
+            self.query_depth,
+            len(query.as_value()),
+            self.query_write,
+            feed.query_address,
+            query.as_value(),
+        )
+        control = Signal.like(step)
+        m.d.sync += control.eq(step)
+        m.d.comb += self.rescale_slot.eq(control.buffer)
+        feed_valid = Signal()
+        feeds_values = Signal()
+        m.d.sync += [feed_valid.eq(feed.valid), feeds_values.eq(feed.is_values)]
+
+        # Second cycle: choose and register.
+        array_step = self.array_step
+        m.d.sync += [self.step_valid.eq(control.valid), self.feed_valid.eq(feed_valid)]
+        for segment in range(c.segments):
+            for lane in range(c.block):
+                m.d.sync += array_step.data[segment][lane].eq(
+                    Mux(control.is_lifted, lifted[segment][lane], plain[segment][lane])
+                )
+            m.d.sync += array_step.init[segment].eq(Mux(control.has_bias, bias[segment], 0))
+        tag = Signal(StepTag(c))
+        m.d.comb += [
+            tag.is_values.eq(control.is_values),
+            tag.slot.eq(Mux(control.is_values, control.output_slot, control.buffer)),
+            tag.number.eq(control.step_number),
+        ]
+        m.d.sync += [
+            array_step.swap.eq(control.swap),
+            array_step.addr.eq(control.address),
+            array_step.first.eq(control.first),
+            array_step.shift.eq(control.shift),
+            array_step.emit.eq(control.emit),
+            array_step.tag.eq(tag),
+        ]
+        for row in range(c.rows):
+            m.d.sync += self.array_rescale[row].eq(Mux(control.is_values, self.rescale[row], 0))
+
+        query_late = Signal.like(query)
+        values_late = Signal()
+        m.d.sync += [query_late.eq(query), values_late.eq(feeds_values)]
+        for row in range(c.rows):
+            for segment in range(c.segments):
+                m.d.comb += self.feed_data[row][segment].eq(
+                    Mux(values_late, self.probabilities[row][segment], query_late[row][segment])
+                )
+        assert READ_CYCLES == 2 and a.rows == c.rows  # the registers above are those cycles
+        return m
+
+    def _memory(
+        self, m: Module, name: str, depth: int, width: int, write: data.View, address: object, out: object
+    ) -> None:
+        """One memory with a write port of the loader and a read port of the walker."""
+        memory = Memory(shape=unsigned(width), depth=depth, init=[])
+        m.submodules[name] = memory
+        enables = len(write.en)
+        write_port = memory.write_port() if enables == 1 else None
+        if write_port is None:
+            # One enable a lane, repeated for every segment.
+            lane = width // (enables * self.config.segments)
+            write_port = memory.write_port(granularity=lane)
+            m.d.comb += write_port.en.eq(write.en.replicate(self.config.segments))
+        else:
+            m.d.comb += write_port.en.eq(write.en)
+        read_port = memory.read_port()
+        m.d.comb += [
+            write_port.addr.eq(write.addr),
+            write_port.data.eq(write.data),
+            read_port.addr.eq(address),
+            out.eq(read_port.data),  # type: ignore[attr-defined]
+        ]
+
+
+def _address_bits(depth: int) -> int:
+    return (depth - 1).bit_length()
