@@ -73,7 +73,9 @@ class Multiplier(wiring.Component):
     def elaborate(self, platform: object) -> Module:
         m = Module()
         if self._target is Target.ECP5:
-            m.submodules.dsp = self._mult18x18d()
+            product = Signal(2 * _DSP_BITS)
+            m.submodules.dsp = self._mult18x18d(product)
+            m.d.comb += self.o.eq(product)
         else:
             a = Signal.like(self.a, reset_less=True)
             b = Signal.like(self.b, reset_less=True)
@@ -84,13 +86,13 @@ class Multiplier(wiring.Component):
             m.d.comb += self.o.eq(product)
         return m
 
-    def _mult18x18d(self) -> Instance:
+    def _mult18x18d(self, product: Signal) -> Instance:
         a = _extend(self.a, _DSP_BITS)
         b = _extend(self.b, _DSP_BITS)
         ports: dict[str, Value] = {f"i_A{n}": a[n] for n in range(_DSP_BITS)}
         ports |= {f"i_B{n}": b[n] for n in range(_DSP_BITS)}
         ports |= {f"i_C{n}": Const(0, 1) for n in range(_DSP_BITS)}
-        ports |= {f"o_P{n}": self.o[n] for n in range(len(self.o))}
+        ports |= {f"o_P{n}": product[n] for n in range(2 * _DSP_BITS)}
         return Instance(
             "MULT18X18D",
             p_REG_INPUTA_CLK="CLK0",
