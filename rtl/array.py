@@ -147,7 +147,9 @@ class MacArray(wiring.Component):
         fed = [Signal(signed(p.row_bits), name=f"fed_{row}_{n}", reset_less=True) for n in range(p.segments)]
         fed_valid = Signal(name=f"fed_valid_{row}")
         m.d.sync += fed_valid.eq(self.feed_valid)
-        shadow = [Signal(signed(p.row_bits), name=f"shadow_{row}_{n}", reset_less=True) for n in range(p.block)]
+        shadow = [
+            Signal(signed(p.row_bits), name=f"shadow_{row}_{n}", reset_less=True) for n in range(p.block)
+        ]
         for position in range(p.segments):
             m.d.sync += fed[position].eq(self.feed_data[row][position])
         with m.If(fed_valid):

@@ -266,4 +266,3 @@ class AbortGate(wiring.Component):
                 self.from_normaliser.ready.eq(register.i.ready & ~stopped),
             ]
         return m
-

@@ -216,7 +216,9 @@ class Walker(wiring.Component):
                     with m.If(oldest.last):
                         _count(m, output_slot, c.output_slots)
 
-        self._feed(m, now, now_valid, last_pass, fed, fed_valid, stepped, stepped_valid, feed_takes, null_release)
+        self._feed(
+            m, now, now_valid, last_pass, fed, fed_valid, stepped, stepped_valid, feed_takes, null_release
+        )
 
         slot_busy = Signal()
         m.d.comb += slot_busy.eq(
@@ -263,9 +265,7 @@ class Walker(wiring.Component):
         live = Signal(range(c.rows + 1))
         left = Signal(range(c.max_tokens + 1))
         m.d.comb += left.eq(job.valid_length - query_base)
-        m.d.comb += live.eq(
-            Mux(query_base >= job.valid_length, 0, Mux(left > c.rows, c.rows, left))
-        )
+        m.d.comb += live.eq(Mux(query_base >= job.valid_length, 0, Mux(left > c.rows, c.rows, left)))
 
         free = Signal()
         m.d.comb += free.eq(~head_valid | head_taken)
@@ -370,9 +370,7 @@ class Walker(wiring.Component):
             self.feed.is_values.eq(fed.is_values),
             self.feed.number.eq(feed_number),
             self.feed.buffer.eq(fed.buffer),
-            self.feed.query_address.eq(
-                Cat(feed_number, fed.group[: _log2(c.query_groups)], fed.number)
-            ),
+            self.feed.query_address.eq(Cat(feed_number, fed.group[: _log2(c.query_groups)], fed.number)),
         ]
         m.d.sync += probabilities.eq(probabilities + self.done - (feed_last & fed.is_values))
         with m.If(feed_issue):
@@ -438,9 +436,7 @@ class Walker(wiring.Component):
             step.address.eq(Mux(stepped.is_values, step_number + c.pass_steps, step_number)),
             step.first.eq(Mux(stepped.is_values, stepped.first_of_group, stepped.is_first)),
             step.has_bias.eq(~stepped.is_values & stepped.is_first & job.bias),
-            step.shift.eq(
-                Mux(stepped.is_values, 0, Mux(stepped.is_lifted, job.lift_shift, job.score_shift))
-            ),
+            step.shift.eq(Mux(stepped.is_values, 0, Mux(stepped.is_lifted, job.lift_shift, job.score_shift))),
             step.emit.eq(Mux(stepped.is_values, stepped.last_of_group, stepped.is_last)),
             step.buffer.eq(stepped.buffer),
             step.output_slot.eq(stepped.output_slot),

@@ -75,7 +75,7 @@ class Multiplier(wiring.Component):
         if self._target is Target.ECP5:
             product = Signal(2 * _DSP_BITS)
             m.submodules.dsp = self._mult18x18d(product)
-            m.d.comb += self.o.eq(product)
+            m.d.comb += self.o.eq(product[2 * _DSP_BITS - len(self.o) :])
         else:
             a = Signal.like(self.a, reset_less=True)
             b = Signal.like(self.b, reset_less=True)
@@ -87,8 +87,9 @@ class Multiplier(wiring.Component):
         return m
 
     def _mult18x18d(self, product: Signal) -> Instance:
-        a = _extend(self.a, _DSP_BITS)
-        b = _extend(self.b, _DSP_BITS)
+        # Operands at the upper end, zeros below: a sign extension would be one net to half of the cell's inputs.
+        a = Cat(Const(0, _DSP_BITS - len(self.a)), self.a)
+        b = Cat(Const(0, _DSP_BITS - len(self.b)), self.b)
         ports: dict[str, Value] = {f"i_A{n}": a[n] for n in range(_DSP_BITS)}
         ports |= {f"i_B{n}": b[n] for n in range(_DSP_BITS)}
         ports |= {f"i_C{n}": Const(0, 1) for n in range(_DSP_BITS)}
@@ -196,8 +197,3 @@ class MultiplexedAdder(wiring.Component):
                 o_S1=s1,
                 o_COUT=chain,
             )
-
-
-def _extend(value: Value, bits: int) -> Value:
-    """Sign extension of a signed value to ``bits`` bits, as a slice that can be indexed."""
-    return (value | Const(0, signed(bits)))[:bits]

@@ -45,20 +45,32 @@ def test_name_does_not_change_the_hash_and_everything_else_does() -> None:
         ({"rows": True}, "Config.rows must be valid (Input should be a valid integer), not True"),
         ({"operand_bits": 12}, "Config.operand_bits must be 8 or 16, not 12"),
         ({"output_bits": 12}, "Config.output_bits must be 8 or 16, not 12"),
-        ({"operand_bits": 16, "output_bits": 8}, "Config.output_bits must be at least operand_bits 16, not 8"),
+        (
+            {"operand_bits": 16, "output_bits": 8},
+            "Config.output_bits must be at least operand_bits 16, not 8",
+        ),
         ({"lanes": 4}, "Config.lanes must be a multiple of block 8, not 4"),
         ({"lanes": 32}, "Config.lanes must be at most block²/4 = 16, not 32"),
         ({"max_tokens": 4}, "Config.max_tokens must be in 8…4096, not 4"),
         ({"max_width": 4, "max_frame_rank": 3}, "Config.max_width must be a multiple of block 8, not 4"),
-        ({"metric_rank": 4, "max_frame_rank": 3}, "Config.metric_rank must be at most max_frame_rank 3, not 4"),
+        (
+            {"metric_rank": 4, "max_frame_rank": 3},
+            "Config.metric_rank must be at most max_frame_rank 3, not 4",
+        ),
         ({"input_bytes": 16}, "Config.input_bytes must be at most one array step, 8 bytes, not 16"),
         ({"output_bytes": 16}, "Config.output_bytes must be at most one output step, 8 bytes, not 16"),
-        ({"output_bytes": 1, "normaliser_lanes": 1}, "Config.output_bytes must be at least one output of 16 bits, not 1"),
+        (
+            {"output_bytes": 1, "normaliser_lanes": 1},
+            "Config.output_bytes must be at least one output of 16 bits, not 1",
+        ),
         ({"normaliser_lanes": 8}, "Config.normaliser_lanes must be at most one output beat, 4 values, not 8"),
         ({"probability_bits": 17}, "Config.probability_bits must be in 8…16, not 17"),
         ({"query_groups": 4, "lookahead": 5}, "Config.query_groups must be more than lookahead 5, not 4"),
         ({"lift_ports": 16}, "Config.lift_ports must be at most block 8, not 16"),
-        ({"max_tokens": 1024}, "Config.max_tokens must be at most 8·block·(bytes of one array step) = 512, not 1024"),
+        (
+            {"max_tokens": 1024},
+            "Config.max_tokens must be at most 8·block·(bytes of one array step) = 512, not 1024",
+        ),
         ({"colour": 1}, "Config.colour is not a key; the keys are name, rows, "),
     ],
 )
@@ -99,7 +111,9 @@ def test_unreadable_and_malformed_files(tmp_path: object) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("operand_bits", [8, 16])
 @pytest.mark.parametrize("probability_bits", [8, 12, 16])
-def test_no_legal_input_overflows_the_accumulator(name: str, operand_bits: int, probability_bits: int) -> None:
+def test_no_legal_input_overflows_the_accumulator(
+    name: str, operand_bits: int, probability_bits: int
+) -> None:
     config = Config.load(name).changed(
         operand_bits=operand_bits, probability_bits=probability_bits, input_bytes=8, output_bytes=8,
         normaliser_lanes=1, output_bits=16,
