@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -179,7 +179,8 @@ class FpgaReport:
     fmax_mhz: routed, the worst of all clocks, best seed; ``None`` after `synthesise` or without a clock.
     target_mhz: what placer and router aimed at.
     clocks_mhz: routed frequency of each clock.
-    per_unit: by first level of the hierarchy, plus ``(top)`` and ``(shared)``; their sum is the total.
+    per_unit: by first level of the hierarchy, plus ``(top)`` and ``(shared)``; their sum is the total. A top
+        level that only wraps one unit is looked through.
     critical_path: from register to register.
     capacity: of the device.
     seed: the one whose figures these are; seed_runs: all that were tried.
@@ -583,7 +584,7 @@ _PACKED = re.compile(r"\$(?!\d).*$")
 
 
 def _tag_sources(text: str) -> tuple[str, dict[str, str]]:
-    """Writes ``unit!file:line`` for every source location, the file without this machine's folders.
+    """Writes ``array.cell!file:line`` for every source location, the file without this machine's folders.
 
     The attribute ``src`` is the one that Yosys carries through all passes up to technology mapping. It
     drops it from memories, so these are returned: hierarchical name -> ``file:line``.
@@ -606,15 +607,14 @@ def _tag_sources(text: str) -> tuple[str, dict[str, str]]:
     memories: dict[str, str] = {}
     for name, body in bodies.items():
         path = path_of.get(name, ())
-        unit = path[0] if path else TOP_UNIT
-        parts.append(_SOURCE.sub(partial(_tagged, unit=unit), body))
+        parts.append(_SOURCE.sub(partial(_tagged, scope=".".join(path)), body))
         for source, memory in _MEMORY.findall(body):
             memories[".".join((*path, memory))] = _relative(source.split("|")[0])
     return "".join(parts), memories
 
 
-def _tagged(match: re.Match[str], unit: str) -> str:
-    tagged = "|".join(f"{unit}!{_relative(source)}" for source in match.group(1).split("|"))
+def _tagged(match: re.Match[str], scope: str) -> str:
+    tagged = "|".join(f"{scope}!{_relative(source)}" for source in match.group(1).split("|"))
     return f'attribute \\src "{tagged}"'
 
 
@@ -628,9 +628,9 @@ def _relative(source: str) -> str:
 
 
 def _tags(source: str) -> list[tuple[str, str]]:
-    """(unit, file:line) pairs that survived in a source attribute."""
+    """(hierarchical name, file:line) pairs that survived in a source attribute."""
     return [
-        (unit, place) for part in source.split("|") if "!" in part for unit, place in [part.split("!", 1)]
+        (scope, place) for part in source.split("|") if "!" in part for scope, place in [part.split("!", 1)]
     ]
 
 
@@ -656,22 +656,33 @@ class _Netlist:
                 source_of[name] = tags[0][1]
         return cls(Counter(cell["type"] for cell in module["cells"].values()), frozenset(scopes), source_of)
 
-    @property
-    def units(self) -> frozenset[str]:
-        """First level of the hierarchy."""
-        return frozenset(scope for scope in self.scopes if "." not in scope)
+    @cached_property
+    def root(self) -> str:
+        """Name, with a dot at its end, below which the units lie; a wrapper of one unit is looked through."""
+        root = ""
+        while True:
+            below = [s for s in self.scopes if s.startswith(root) and "." not in s[len(root) :]]
+            if len(below) != 1 or not any(s.startswith(f"{below[0]}.") for s in self.scopes):
+                return root
+            root = f"{below[0]}."
 
-    def unit(self, name: str) -> str | None:
-        """First-level unit in a cell's name, ``None`` at the top level."""
-        first, dot, _ = name.partition(".")
-        return first if dot and first in self.units else None
+    @cached_property
+    def units(self) -> frozenset[str]:
+        """First level of the hierarchy below the root."""
+        root = len(self.root)
+        return frozenset(s[root:] for s in self.scopes if s.startswith(self.root) and "." not in s[root:])
+
+    def unit(self, name: str) -> str:
+        """First-level unit in a hierarchical name."""
+        first = name[len(self.root) :].partition(".")[0]
+        return first if name.startswith(self.root) and first in self.units else TOP_UNIT
 
     def scope(self, name: str) -> str:
         """The innermost unit in a cell's or net's name."""
         while "." in name:
             name = name.rpartition(".")[0]
             if name in self.scopes:
-                return name
+                return name.removeprefix(self.root)
         return TOP_UNIT
 
     def signal(self, name: str) -> str | None:
@@ -715,9 +726,9 @@ def _per_unit(netlist: _Netlist, cells: Mapping[str, Any]) -> dict[str, Resource
     for name, cell in counted.items():
         tags = _tags(cell["attributes"].get("src", ""))
         if tags:
-            unit[name] = tags[0][0]
+            unit[name] = netlist.unit(tags[0][0])
         elif cell["type"] != "TRELLIS_COMB":
-            unit[name] = netlist.unit(name) or TOP_UNIT
+            unit[name] = netlist.unit(name)
         elif name.startswith("$PACKER"):
             unit[name] = SHARED_UNIT
         elif name.startswith("$nextpnr"):
@@ -750,7 +761,7 @@ def _per_unit(netlist: _Netlist, cells: Mapping[str, Any]) -> dict[str, Resource
             feeds[name] = frozenset().union(*({unit[n]} if n in unit else feeds[n] for n in after))
     for name in logic:
         fed = feeds[name]
-        unit[name] = next(iter(fed)) if len(fed) == 1 else netlist.unit(name) or TOP_UNIT
+        unit[name] = next(iter(fed)) if len(fed) == 1 else netlist.unit(name)
 
     totals: dict[str, Counter[str]] = {name: Counter() for name in sorted(netlist.units)}
     for name, cell in counted.items():

@@ -153,6 +153,20 @@ class Design(wiring.Component):
         return m
 
 
+class Wrapped(wiring.Component):
+    """A top level that only renames the ports of one unit."""
+
+    def __init__(self) -> None:
+        super().__init__({"x": In(18), "y": In(18), "xy": Out(36), "count": Out(8)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        m.submodules.wrapped = wrapped = MultiplierAndCounter()
+        m.d.comb += [wrapped.a.eq(self.x), wrapped.b.eq(self.y)]
+        m.d.comb += [self.xy.eq(wrapped.p), self.count.eq(wrapped.count)]
+        return m
+
+
 class Unknown(Elaboratable):
     def elaborate(self, platform: object) -> Module:
         m = Module()
@@ -194,6 +208,13 @@ def test_multiplier_and_counter_have_the_counts_of_their_widths(tmp_path: Path) 
     ]
     assert max(lines for stage, lines in seen if stage is Stage.SYNTHESISE) > 100
     assert {path.name for path in tmp_path.iterdir()} >= {"design.il", "design.json", "pack.json"}
+
+
+def test_wrapper_is_looked_through() -> None:
+    plain = fpga.synthesise(MultiplierAndCounter(), name="plain")
+    wrapped = fpga.synthesise(Wrapped(), name="wrapped")
+    assert wrapped.per_unit == plain.per_unit
+    assert wrapped.resources == plain.resources
 
 
 def test_units_sum_to_the_total_and_have_the_registers_of_their_source(routed: FpgaReport) -> None:
