@@ -104,9 +104,7 @@ class Resources:
     bram: int = 0
 
     def __add__(self, other: Resources) -> Resources:
-        return Resources(
-            self.lut4 + other.lut4, self.ff + other.ff, self.dsp + other.dsp, self.bram + other.bram
-        )
+        return Resources(self.lut4 + other.lut4, self.ff + other.ff, self.dsp + other.dsp, self.bram + other.bram)
 
 
 _CELL_RESOURCE = {"TRELLIS_COMB": "lut4", "TRELLIS_FF": "ff", "MULT18X18D": "dsp", "DP16KD": "bram"}
@@ -309,9 +307,7 @@ def synthesise(
         flow = _Flow(folder, device, progress or (lambda _stage, _lines: None), timeout_s)
         netlist = flow.netlist(elaboratable, name, ports)
         packed = flow.pack(netlist.count)
-        return _report(
-            name, device, netlist, packed, config_hash=config_hash, wall_s=time.monotonic() - start
-        )
+        return _report(name, device, netlist, packed, config_hash=config_hash, wall_s=time.monotonic() - start)
 
 
 def place_and_route(
@@ -411,9 +407,7 @@ class _Flow:
         try:
             text = rtlil.convert(elaboratable, name=_TOP, ports=ports)
         except Exception as error:  # whatever a design's own code raises, the person gets one line
-            raise DtpError(
-                f"{name} does not elaborate: {type(error).__name__}: {_one_line(error)}"
-            ) from error
+            raise DtpError(f"{name} does not elaborate: {type(error).__name__}: {_one_line(error)}") from error
         tagged, memories = _tag_sources(text)
         (self.folder / "design.il").write_text(tagged)
         # Without splitnets, map_luts of Yosys 0.70 fails on many such netlists: count_id(wire->name) == 0.
@@ -520,9 +514,7 @@ class _Flow:
                         wait = None if deadline is None else max(0.0, deadline - time.monotonic())
                         line = lines.get(timeout=wait)
                     except queue.Empty:
-                        raise DtpError(
-                            f"{title}: not done after {self.timeout_s:g} s in stage {stage}"
-                        ) from None
+                        raise DtpError(f"{title}: not done after {self.timeout_s:g} s in stage {stage}") from None
                     if line is None:
                         break
                     log.write(line)
@@ -592,8 +584,7 @@ def _tag_sources(text: str) -> tuple[str, dict[str, str]]:
     starts = [match.start() for match in _MODULE.finditer(text)]
     ends = [*starts[1:], len(text)]
     bodies = {
-        match.group(1): text[match.start() : end]
-        for match, end in zip(_MODULE.finditer(text), ends, strict=True)
+        match.group(1): text[match.start() : end] for match, end in zip(_MODULE.finditer(text), ends, strict=True)
     }
     path_of: dict[str, tuple[str, ...]] = {_TOP: ()}
     pending = [_TOP]
@@ -629,9 +620,7 @@ def _relative(source: str) -> str:
 
 def _tags(source: str) -> list[tuple[str, str]]:
     """(hierarchical name, file:line) pairs that survived in a source attribute."""
-    return [
-        (scope, place) for part in source.split("|") if "!" in part for scope, place in [part.split("!", 1)]
-    ]
+    return [(scope, place) for part in source.split("|") if "!" in part for scope, place in [part.split("!", 1)]]
 
 
 @dataclass(frozen=True)
@@ -779,9 +768,7 @@ def _critical_path(netlist: _Netlist, result: Mapping[str, Any]) -> tuple[PathSe
     if not result.get("fmax"):
         return ()
     slowest = min(result["fmax"], key=lambda clock: float(result["fmax"][clock]["achieved"]))
-    inside = [
-        p for p in result["critical_paths"] if p["from"] == p["to"] and p["from"].endswith(f" {slowest}")
-    ]
+    inside = [p for p in result["critical_paths"] if p["from"] == p["to"] and p["from"].endswith(f" {slowest}")]
     segments = []
     for step in inside[0]["path"] if inside else []:
         cell = step["to"]["cell"]

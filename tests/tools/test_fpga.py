@@ -271,9 +271,7 @@ def test_report_survives_json_and_names_no_folder_of_this_machine(routed: FpgaRe
 def test_report_of_another_version_is_refused(routed: FpgaReport) -> None:
     fields = json.loads(routed.to_json())
     del fields["lut4"]
-    with pytest.raises(
-        DtpError, match=r"FpgaReport.from_json must be given a report of this version: .*lut4"
-    ):
+    with pytest.raises(DtpError, match=r"FpgaReport.from_json must be given a report of this version: .*lut4"):
         FpgaReport.from_json(json.dumps(fields))
     with pytest.raises(DtpError, match=r"^FpgaReport\.from_json must be"):
         FpgaReport.from_json("[]")
@@ -287,9 +285,7 @@ def test_design_beyond_the_device_is_refused_before_placing() -> None:
     stages: list[Stage] = []
     with pytest.raises(DtpError) as caught:
         fpga.place_and_route(Multipliers(157), name="beyond", progress=lambda stage, _: stages.append(stage))
-    assert str(caught.value) == (
-        "the design does not fit into LFE5U-85F: 18x18 multipliers (DSP): needs 157, has 156"
-    )
+    assert str(caught.value) == ("the design does not fit into LFE5U-85F: 18x18 multipliers (DSP): needs 157, has 156")
     assert stages[-1] is Stage.SYNTHESISE
 
 
