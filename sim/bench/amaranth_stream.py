@@ -141,6 +141,7 @@ def run_amaranth(component: Any, job: StreamJob, *, waves: Path | None = None) -
     count = len(feeder.out)
     data = b"".join(word.to_bytes(ports.out_bytes, "little") for _, word, _, _ in feeder.out)
     return StreamResult(
+        job=job,
         data=np.frombuffer(data, dtype=np.uint8).reshape(count, ports.out_bytes),
         user=np.array([user for _, _, user, _ in feeder.out], dtype=np.uint64),
         last=np.array([last for _, _, _, last in feeder.out], dtype=np.bool_),
@@ -149,7 +150,6 @@ def run_amaranth(component: Any, job: StreamJob, *, waves: Path | None = None) -
         inputs_taken=feeder.taken,
         inputs_unread=feeder.unread,
         packets=feeder.packets,
-        packets_expected=job.packets,
         extra_beats=feeder.extra,
         violation_cycle=feeder.violation,
         timed_out=feeder.timed_out,

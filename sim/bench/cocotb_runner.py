@@ -15,7 +15,11 @@ from cocotb_tools.runner import get_runner
 
 def main(argv: list[str]) -> None:
     call = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    getattr(get_runner("verilator"), call["verb"])(**call["arguments"])
+    try:
+        getattr(get_runner("verilator"), call["verb"])(**call["arguments"])
+    except RuntimeError as error:
+        # A command of the runner failed and has said why.
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

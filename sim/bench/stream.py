@@ -59,6 +59,8 @@ class StreamJob:
         Input tlast; None marks the last beat alone.
     packets : int
         Output packets (beats with tlast) that end the job. 0 is legal: then any output is an extra beat.
+    output_beats : int or None
+        Output beats of all packets together (after the reset, if there is one), None where not known.
     source_stall, sink_stall : float in [0, 1)
         Probability, in a cycle, that a waiting input beat is not offered yet, and that an output beat is not
         taken. A beat once offered stays.
@@ -77,6 +79,7 @@ class StreamJob:
     timeout_cycles: int
     last: NDArray[np.bool_] | None = None
     packets: int = 1
+    output_beats: int | None = None
     source_stall: float = 0.0
     sink_stall: float = 0.0
     seed: int = 0
@@ -98,9 +101,9 @@ class StreamJob:
         for name, least in (("timeout_cycles", 1), ("packets", 0), ("seed", 0), ("drain_cycles", 0)):
             if getattr(self, name) < least:
                 raise must("StreamJob", name, f"{least} or more", getattr(self, name))
-        for name in ("abort_at", "reset_at"):
+        for name in ("abort_at", "reset_at", "output_beats"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
-                raise must("StreamJob", name, "a cycle number or None", getattr(self, name))
+                raise must("StreamJob", name, "0 or more, or None", getattr(self, name))
         if not 0 <= self.restart_beat <= len(self.beats):
             raise must("StreamJob", "restart_beat", f"0 to {len(self.beats)}", self.restart_beat)
 
@@ -130,7 +133,7 @@ class StreamJob:
 
 @dataclass(frozen=True, eq=False)
 class StreamResult:
-    """What came out of a run.
+    """What came out of a run of ``job``.
 
     ``data`` uint8 (n, out_bytes), ``user`` uint64 (n,), ``last`` bool (n,) and ``cycles`` int64 (n,) hold
     every accepted output beat and the cycle of its acceptance, extra beats included. ``first_input_cycle``
@@ -138,6 +141,7 @@ class StreamResult:
     the clock ran, build and start excluded.
     """
 
+    job: StreamJob
     data: NDArray[np.uint8]
     user: NDArray[np.uint64]
     last: NDArray[np.bool_]
@@ -146,7 +150,6 @@ class StreamResult:
     inputs_taken: int
     inputs_unread: int
     packets: int
-    packets_expected: int
     extra_beats: int
     violation_cycle: int | None
     timed_out: bool
@@ -168,13 +171,16 @@ class StreamResult:
         found = []
         if self.timed_out:
             found.append(
-                f"timed out after {self.sim_cycles} cycles with {self.packets} of {self.packets_expected}"
+                f"timed out after {self.sim_cycles} cycles with {self.packets} of {self.job.packets}"
                 f" packets out and {self.inputs_unread} input beats not taken"
             )
         if self.violation_cycle is not None:
             found.append(f"output beat changed before it was taken, in cycle {self.violation_cycle}")
         if self.extra_beats:
             found.append(f"{self.extra_beats} output beats after the last packet")
+        counted = np.count_nonzero(self.cycles > (-1 if self.job.reset_at is None else self.job.reset_at))
+        if self.job.output_beats is not None and counted != self.job.output_beats:
+            found.append(f"{counted} output beats, not {self.job.output_beats}")
         return found
 
     def check(self) -> StreamResult:
@@ -241,6 +247,7 @@ class Files:
         for word in range(1, tag_words):
             user |= tag[:, word] << np.uint64(32 * word - 1)
         return StreamResult(
+            job=job,
             data=np.ascontiguousarray(beats["data"][:, : ports.out_bytes]),
             user=user,
             last=(tag[:, 0] & np.uint64(1)).astype(np.bool_),
@@ -249,7 +256,6 @@ class Files:
             inputs_taken=status["taken"],
             inputs_unread=status["unread"],
             packets=status["packets"],
-            packets_expected=job.packets,
             extra_beats=status["extra"],
             violation_cycle=_none_if_negative(status["violation"]),
             timed_out=bool(status["timed_out"]),

@@ -258,7 +258,8 @@ def run_cocotb(
             tests, failed = get_results(verdict)
         except (SimulationError, RuntimeError, OSError) as error:
             raise SimulationError(f"{error}:\n{_tail(log)}") from None
-        if tests != 1 or bool(failed) != bool(result.faults):
+        broken = result.timed_out or not result.protocol_ok or result.extra_beats > 0
+        if tests != 1 or bool(failed) != broken:
             found = "; ".join(result.faults) or "no fault"
             raise SimulationError(f"cocotb ran {tests} tests, {failed} failed, the feeder reports: {found}")
         return result
