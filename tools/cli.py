@@ -1,0 +1,460 @@
+"""The command ``dtp``.
+
+Exit status: 0, 1 when a comparison failed, 2 for bad input, 3 for a missing tool, 130 after Ctrl-C. Results go to
+standard output; progress and the one line that says what is wrong go to standard error.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from dtp.config import PRESETS
+from dtp.errors import DtpError, MissingToolError, must
+from dtp.workload import Mode
+from tools import verbs
+from tools.verbs import Progress
+
+OK, FAILED, BAD_INPUT, MISSING_TOOL, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 3, 130, 141
+
+app = typer.Typer(
+    help="Generate, simulate and measure the Davis Topological Processor.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+workload_app = typer.Typer(help="Write a workload file.", rich_markup_mode=None, no_args_is_help=False)
+app.add_typer(workload_app, name="workload")
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help=f"A preset ({', '.join(PRESETS)}) or a TOML file.")
+]
+WorkloadArgument = Annotated[Path, typer.Argument(metavar="WORKLOAD", help="A workload file.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")]
+OutputFile = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Workload file to write.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; ``arguments`` stand in for those of the process."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+    except MissingToolError as error:
+        return _complain(str(error), MISSING_TOOL)
+    except DtpError as error:
+        return _complain(str(error), BAD_INPUT)
+    except BrokenPipeError:
+        # The reader has gone; nothing may be written when the interpreter flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return CLOSED_PIPE
+
+
+def _run(arguments: list[str]) -> int:
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("dtp", arguments) as context:
+            status = command.invoke(context)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else OK
+    except typer.Exit as stop:
+        return stop.exit_code
+    except typer.Abort:
+        return _complain("interrupted", INTERRUPTED)
+    except _USAGE as error:
+        hint = f" (see {error.ctx.command_path} --help)" if getattr(error, "ctx", None) else ""
+        return _complain(f"{error.format_message()}{hint}", BAD_INPUT)
+
+
+# The base of all usage errors, whichever copy of click typer brings.
+_USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+def _complain(text: str, status: int) -> int:
+    print(f"dtp: {' '.join(text.split())}", file=sys.stderr)
+    return status
+
+
+# ---- what people see ---------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on standard error while a verb works, gone afterwards; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("starting", total=None)
+
+        def show(what: str, fraction: float | None) -> None:
+            total = None if fraction is None else 1.0
+            bars.update(task, description=escape(what), total=total, completed=fraction or 0.0)
+
+        yield show
+
+
+def _check_json(path: Path | None) -> None:
+    if path is not None:
+        verbs.check_writable(path, "JSON file")
+
+
+def _write_json(path: Path | None, result: Any) -> None:
+    if path is not None:
+        verbs.write_text(path, result.to_json(), "JSON file")
+
+
+def _pairs(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+def _decibels(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f} dB"
+
+
+def _verdict(good: bool) -> str:
+    return "[bold green]PASS[/]" if good else "[bold red]FAIL[/]"
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise must("workload", option, "integers with commas between them", text) from None
+
+
+# ---- verbs -------------------------------------------------------------------------------------------------
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"dtp {importlib.metadata.version('dtp')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+@app.command("presets")
+def presets_command(json: JsonOption = None) -> None:
+    """List the presets with their parameters."""
+    _check_json(json)
+    result = verbs.presets()
+    table = Table(title="Presets", title_justify="left")
+    table.add_column("parameter")
+    for preset in result.presets:
+        table.add_column(preset.name + (" (default)" if preset.default else ""), justify="right")
+    for name in result.presets[0].parameters:
+        if name != "name":
+            table.add_row(name, *(str(preset.parameters[name]) for preset in result.presets))
+    table.add_section()
+    table.add_row("MACs (rows × lanes)", *(str(preset.derived["macs"]) for preset in result.presets))
+    table.add_row("hash", *(preset.config_hash for preset in result.presets))
+    _console().print(table)
+    _write_json(json, result)
+
+
+@app.command("generate")
+def generate_command(
+    config: ConfigArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
+    json: JsonOption = None,
+) -> None:
+    """Write Verilog, a manifest and the configuration into a folder."""
+    _check_json(json)
+    with _progress() as progress:
+        result = verbs.generate(config, output, progress=progress)
+    for file in result.files:
+        typer.echo(f"{output / file.name}  {file.bytes} bytes  sha256 {file.sha256[:16]}")
+    _write_json(json, result)
+
+
+@workload_app.command("random")
+def workload_random_command(
+    output: OutputFile,
+    tokens: Annotated[int, typer.Option(help="L.")] = 128,
+    width: Annotated[int, typer.Option(help="Head width d.")] = 64,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="Key heads, which divide the heads; default all.")] = None,
+    mode: Annotated[str, typer.Option(help=f"{', '.join(Mode)}.")] = Mode.DOT.value,
+    kept: Annotated[float, typer.Option(help="Fraction of the legal blocks that a head keeps.")] = 1.0,
+    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Keys up to the query alone.")] = False,
+    valid: Annotated[int | None, typer.Option(help="Tokens before the padding; default all.")] = None,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal files.")] = 0,
+    config: Annotated[
+        str | None, typer.Option(metavar="CONFIG", help="Configuration whose block the mask gets.")
+    ] = None,
+    block: Annotated[int | None, typer.Option(help="Tokens along one side of a block of the mask.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Seeded random tensors; below --kept 1 the mask takes its block from --config or --block."""
+    _check_json(json)
+    if config is not None:
+        given, block = block, verbs.as_config(config).block
+        if given not in (None, block):
+            raise must("workload", "block", f"the block {block} of --config {config}, or absent", given)
+    _workload_written(
+        verbs.workload_random(
+            output,
+            tokens=tokens,
+            width=width,
+            heads=heads,
+            mode=mode,
+            kept=kept,
+            causal=causal,
+            seed=seed,
+            block=block,
+            valid_length=valid,
+            kv_heads=kv_heads,
+        ),
+        json,
+    )
+
+
+@workload_app.command("digits")
+def workload_digits_command(
+    output: OutputFile,
+    images: Annotated[str, typer.Option(help="Image numbers in 0..1796, with commas.")] = "0",
+    layer: Annotated[int, typer.Option(help="Attention layer, from 0.")] = 0,
+    json: JsonOption = None,
+) -> None:
+    """What the trained digit classifier's attention reads (needs PyTorch)."""
+    _check_json(json)
+    with _progress() as progress:
+        progress("running the classifier", None)
+        result = verbs.workload_digits(output, images=_numbers("images", images), layer=layer)
+    _workload_written(result, json)
+
+
+@workload_app.command("minilm")
+def workload_minilm_command(
+    output: OutputFile,
+    layers: Annotated[str | None, typer.Option(help="Layers in 0..5, with commas; default all.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text, 2..512.")] = 128,
+    json: JsonOption = None,
+) -> None:
+    """What the attention of all-MiniLM-L6-v2 reads for a paragraph (needs PyTorch and the model)."""
+    _check_json(json)
+    chosen = None if layers is None else _numbers("layers", layers)
+    with _progress() as progress:
+        progress("running the model", None)
+        result = verbs.workload_minilm(output, layers=chosen, tokens=tokens)
+    _workload_written(result, json)
+
+
+def _workload_written(result: verbs.WorkloadResult, json: Path | None) -> None:
+    typer.echo(f"{result.path}: {_shape(result.workload)}, {result.bytes} bytes")
+    _write_json(json, result)
+
+
+def _shape(workload: verbs.WorkloadSummary) -> str:
+    parts = [f"{workload.heads} heads × {workload.tokens} tokens × width {workload.width}", workload.mode]
+    if workload.kv_heads != workload.heads:
+        parts.append(f"{workload.kv_heads} key heads")
+    if workload.frame_rank:
+        parts.append(f"R = {workload.frame_rank}, r = {workload.metric_rank}")
+    if workload.valid_length != workload.tokens:
+        parts.append(f"{workload.valid_length} valid")
+    if workload.causal:
+        parts.append("causal")
+    if workload.kept_fraction < 1:
+        parts.append(f"{100 * workload.kept_fraction:.0f} % of blocks kept")
+    return ", ".join(parts)
+
+
+@app.command("simulate")
+def simulate_command(config: ConfigArgument, workload: WorkloadArgument, json: JsonOption = None) -> None:
+    """Run the golden model and the cycle model."""
+    _check_json(json)
+    with _progress() as progress:
+        result = verbs.simulate(config, workload, progress=progress)
+    _console().print(_pairs(f"{workload.name} on {result.config}", _model_rows(result)))
+    _note(result.note)
+    _write_json(json, result)
+
+
+def _model_rows(result: verbs.SimulateResult) -> list[tuple[str, str]]:
+    first = result.scales[0]
+    scales = f"q {first.q:.4g}, k {first.k:.4g}, v {first.v:.4g}"
+    if first.factor is not None:
+        scales += f", C {first.factor:.4g}"
+    rows = [
+        ("workload", _shape(result.workload)),
+        ("scales of head 0", f"{scales}, output {first.output:.4g}"),
+        ("useful MACs", f"{result.macs}"),
+        ("cycles, model", f"{result.cycles_model}"),
+        ("array utilisation", _percent(result.array_utilisation)),
+        ("array busy", f"{result.array_busy_cycles} cycles"),
+    ]
+    rows += [(f"stalled: {name.replace('_', ' ')}", f"{count} cycles") for name, count in result.stalls.items()]
+    saturated = (result.score_saturations, result.lift_saturations, result.output_saturations)
+    rows.append(("saturated scores, lifts, outputs", ", ".join(map(str, saturated))))
+    if result.empty_rows:
+        rows.append(("empty rows", str(result.empty_rows)))
+    if result.note is None:
+        worst = f"{_decibels(result.sqnr_db)}, quantisation floor {_decibels(result.sqnr_floor_db)}"
+        rows.append(("SQNR against PyTorch, worst head", worst))
+    return rows
+
+
+def _note(text: str | None) -> None:
+    if text:
+        print(f"dtp: {text}", file=sys.stderr)
+
+
+@app.command("cosim")
+def cosim_command(
+    config: ConfigArgument,
+    workload: WorkloadArgument,
+    waves: Annotated[Path | None, typer.Option(metavar="FILE", help="Waveforms (VCD) to write.")] = None,
+    stalls: Annotated[
+        float, typer.Option(metavar="P", help="Probability of a stall on both streams, each cycle.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the stalls.")] = 0,
+    json: JsonOption = None,
+) -> int:
+    """Run the generated Verilog beside both models and compare every output bit and cycle."""
+    _check_json(json)
+    with _progress() as progress:
+        result = verbs.cosim(config, workload, waves=waves, stalls=stalls, seed=seed, progress=progress)
+    rows = _model_rows(result)
+    rows[3:3] = [("cycles, RTL", "–" if result.cycles_rtl is None else str(result.cycles_rtl))]
+    rows += [
+        ("outputs compared", str(result.outputs_compared)),
+        ("bit exact", "yes" if result.bit_exact else "no"),
+        ("every beat in the model's cycle", {True: "yes", False: "no", None: "–"}[result.cycles_equal]),
+        ("simulated", f"{result.sim_cycles} cycles, {result.sim_cycles_per_s:.0f} a second"),
+    ]
+    console = _console()
+    console.print(_pairs(f"{workload.name} on {result.config}", rows))
+    for line in result.differences:
+        console.print(escape(line))
+    console.print(_verdict(result.passed))
+    _note(result.note)
+    _write_json(json, result)
+    return OK if result.passed else FAILED
+
+
+@app.command("fpga")
+def fpga_command(
+    config: ConfigArgument,
+    seeds: Annotated[int, typer.Option(help="Place-and-route runs; the fastest is reported.")] = 1,
+    freq: Annotated[float, typer.Option(metavar="MHZ", help="What placer and router aim at.")] = 200.0,
+    save: Annotated[bool, typer.Option("--save", help="Also keep the report in docs/fpga.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Place and route on a Lattice ECP5 LFE5U-85F: area in all and per unit, frequency, critical path."""
+    _check_json(json)
+    with _progress() as progress:
+        report = verbs.fpga(config, seeds=seeds, freq_mhz=freq, save=save, progress=progress)
+    console = _console()
+    table = Table(title=f"{report.name} on {report.device}", title_justify="left")
+    for name in ("unit", "LUT4", "FF", "DSP", "BRAM"):
+        table.add_column(name, justify="left" if name == "unit" else "right")
+    for unit, used in report.per_unit.items():
+        table.add_row(escape(unit), *(str(count) for count in (used.lut4, used.ff, used.dsp, used.bram)))
+    table.add_section()
+    table.add_row("total", *(str(count) for count in (report.lut4, report.ff, report.dsp, report.bram)))
+    console.print(table)
+    console.print(f"routed: {_megahertz(report.fmax_mhz)}, seed {report.seed}; critical path:")
+    for step in report.critical_path:
+        where = " ".join(part for part in (step.unit, step.signal, step.source) if part)
+        console.print(f"  {step.delay_ns:6.2f} ns  {step.kind:9} {escape(where)}", soft_wrap=True)
+    _write_json(json, report)
+
+
+def _megahertz(value: float | None) -> str:
+    return "no clock" if value is None else f"{value:.1f} MHz"
+
+
+@app.command("demo")
+def demo_command(
+    fpga: Annotated[bool, typer.Option("--fpga", help="Run place and route again (many minutes).")] = False,
+    json: JsonOption = None,
+) -> int:
+    """Real attention data through generated Verilog: bits, cycles, accuracy, FPGA cost."""
+    from tools.demo import demo
+
+    _check_json(json)
+    with _progress() as progress:
+        result = demo(run_fpga=fpga, progress=progress)
+    console = _console()
+    _show_demo(console, result)
+    _write_json(json, result)
+    return OK if result.passed else FAILED
+
+
+def _show_demo(console: Console, result: Any) -> None:
+    table = Table(title=f"Generated Verilog of {result.config} ({result.config_hash})", title_justify="left")
+    for name in ("workload", "heads", "outputs", "= golden", "cycles", "= model", "array", "SQNR", "floor"):
+        table.add_column(name, justify="left" if name == "workload" else "right")
+    for case in result.cases:
+        found = case.result
+        table.add_row(
+            escape(f"{case.name} ({found.workload.mode})"),
+            str(found.workload.heads),
+            str(found.outputs_compared),
+            _verdict(found.bit_exact),
+            str(found.cycles_rtl),
+            _verdict(bool(found.cycles_equal)),
+            _percent(found.array_utilisation),
+            _decibels(found.sqnr_db),
+            _decibels(found.sqnr_floor_db),
+        )
+    console.print(table)
+    for case in result.cases:
+        for line in case.result.differences:
+            console.print(escape(f"{case.name}: {line}"))
+    console.print("Array: useful MACs ÷ (cycles × MACs). SQNR: worst head against PyTorch float64; the floor is")
+    console.print("what quantising the operands alone would leave.")
+    accuracy = result.accuracy
+    if accuracy is not None:
+        console.print(
+            f"Digits with the hardware's arithmetic, {accuracy.images} of {accuracy.held_out} held-out images: "
+            f"{_percent(accuracy.hardware_accuracy)} right, float {_percent(accuracy.float_accuracy)}, "
+            f"{accuracy.changed} answers changed {_verdict(accuracy.passed)}"
+        )
+    if result.lut4 is not None:
+        origin = "placed and routed now" if result.fpga_fresh else "committed report"
+        console.print(
+            f"LFE5U-85F, {origin} of configuration {result.fpga_config_hash}: {result.lut4} LUT4, {result.ff} FF, "
+            f"{result.dsp} DSP, {result.bram} BRAM, {_megahertz(result.fmax_mhz)}"
+        )
+    if result.fpga_stale:
+        console.print(f"[yellow]{escape(result.fpga_stale)}[/]")
+    for note in result.notes:
+        console.print(f"[yellow]{escape(note)}[/]")
+    console.print(f"{_verdict(result.passed)} in {result.wall_s:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
