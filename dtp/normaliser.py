@@ -7,7 +7,6 @@ the sum. :data:`RECIPROCAL_ERROR` bounds the relative error of the reciprocal.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -19,6 +18,8 @@ from dtp.array import MULTIPLIER_CYCLES
 from dtp.config import MANTISSA_BITS, REGISTER_BITS, TABLE_BITS, Config
 from dtp.errors import must
 from dtp.fixed import Int, overflows, round_shift, saturate
+from dtp.job import status_beats
+from dtp.softmax import SoftmaxParams
 
 RECIPROCAL: Final[tuple[int, ...]] = tuple(
     round(2.0**MANTISSA_BITS / (1 + (i + 0.5) / (1 << TABLE_BITS))) for i in range(1 << TABLE_BITS)
@@ -30,11 +31,6 @@ RECIPROCAL_ERROR: Final = 2.0**-11 + 2.0**-17
 
 COUNT_BITS: Final = 16
 """Counters of the status record; those of saturations stop at 65535."""
-STATUS_BYTES: Final = 16
-"""Status record, before it is padded to whole beats."""
-STATUS_MAGIC: Final = 0x5344
-STATUS_VERSION: Final = 1
-_STATUS: Final = struct.Struct("<HBBHHHHHH")
 
 
 class RecordKind(IntEnum):
@@ -46,52 +42,6 @@ class RecordKind(IntEnum):
     """A group of rows without a kept pair: zeros."""
     STATUS = 2
     """The status record of a job."""
-
-
-@dataclass(frozen=True)
-class StatusRecord:
-    """Last beats of a job, 16 bytes (docs/tile.md, 5).
-
-    Parameters
-    ----------
-    error: 0, or a code of the job's refusal
-    tag: of the descriptor
-    empty_rows: rows below valid_length without a kept pair
-    score_saturations, lift_saturations, output_saturations: counts that stop at 65535
-    """
-
-    error: int
-    tag: int
-    empty_rows: int
-    score_saturations: int
-    lift_saturations: int
-    output_saturations: int
-
-    def to_bytes(self) -> bytes:
-        """The 16 bytes of the record."""
-        return _STATUS.pack(
-            STATUS_MAGIC, STATUS_VERSION, self.error, self.tag, self.empty_rows, self.score_saturations,
-            self.lift_saturations, self.output_saturations, 0,
-        )  # fmt: skip
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> StatusRecord:
-        """The record in the first 16 of ``data``; the rest is padding.
-
-        Raises
-        ------
-        DtpError: too short, or magic, version or padding wrong.
-        """
-        if len(data) < STATUS_BYTES:
-            raise must("StatusRecord", "data", f"at least {STATUS_BYTES} bytes", len(data))
-        magic, version, error, tag, empty, score, lift, output, zero = _STATUS.unpack(data[:STATUS_BYTES])
-        if magic != STATUS_MAGIC:
-            raise must("StatusRecord", "magic", f"{STATUS_MAGIC:#06x}", magic)
-        if version != STATUS_VERSION:
-            raise must("StatusRecord", "version", str(STATUS_VERSION), version)
-        if zero or any(data[STATUS_BYTES:]):
-            raise must("StatusRecord", "padding", "0", bytes(data[STATUS_BYTES - 2 :]))
-        return cls(error, tag, empty, score, lift, output)
 
 
 @dataclass(frozen=True)
@@ -134,12 +84,17 @@ class NormaliserParams:
     @property
     def status_beats(self) -> int:
         """Output beats of a status record."""
-        return -(-STATUS_BYTES // self.config.output_bytes)
+        return status_beats(self.config)
 
     @property
     def status_words(self) -> int:
         """Words of a status record, padding included."""
         return self.status_beats * self.beat_words
+
+    @property
+    def count_bits(self) -> int:
+        """Bits of the saturated scores of one group."""
+        return SoftmaxParams(self.config).saturation_bits
 
     @property
     def steps_bits(self) -> int:
@@ -244,6 +199,15 @@ class NormaliserParams:
     def status_release_cycles(self) -> int:
         """From a status record's last word to the cycle in which the next STATUS can be pushed."""
         return self.product_cycles
+
+    @property
+    def latencies(self) -> dict[str, int]:
+        """The schedule by name, for the manifest."""
+        names = (
+            "conversion_cycles", "reciprocal_cycles", "value_cycles", "record_cycles", "product_cycles",
+            "issue_cycles", "latency", "status_gap", "status_release_cycles",
+        )  # fmt: skip
+        return {name: int(getattr(self, name)) for name in names}
 
 
 def reciprocal(denominators: ArrayLike) -> tuple[Int, Int]:

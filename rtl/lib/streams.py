@@ -1,0 +1,105 @@
+"""Streams: a register slice that cuts every path, and a queue, both for payloads of any shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from amaranth.hdl import Module, Shape, Signal
+from amaranth.lib import stream, wiring
+from amaranth.lib.fifo import SyncFIFO
+from amaranth.lib.wiring import In, Out
+
+from dtp.errors import must
+
+__all__ = ["RegisterSlice", "StreamQueue"]
+
+
+class RegisterSlice(wiring.Component):
+    """Cuts valid, payload and ready of a stream: each crosses a register.
+
+    Latency 1, a payload a cycle. Two payloads are held when the sink stalls: the one offered, and the one that
+    arrived in the cycle in which ``i.ready`` could not fall yet.
+
+    Parameters
+    ----------
+    shape: of the payload
+
+    Members
+    -------
+    i: In(stream)
+    o: Out(stream)
+    """
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__({"i": In(stream.Signature(shape)), "o": Out(stream.Signature(shape))})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        bits = Shape.cast(self.i.payload.shape()).width
+        offered, spare = Signal(bits, reset_less=True), Signal(bits, reset_less=True)
+        offered_valid, spare_valid = Signal(), Signal()
+        m.d.comb += [
+            self.i.ready.eq(~spare_valid),
+            self.o.valid.eq(offered_valid),
+            self.o.payload.eq(offered),
+        ]
+        with m.If(~spare_valid):
+            m.d.sync += spare.eq(self.i.payload)
+        with m.If(~offered_valid | self.o.ready):
+            m.d.sync += [
+                offered_valid.eq(self.i.valid | spare_valid),
+                spare_valid.eq(0),
+            ]
+            with m.If(spare_valid):
+                m.d.sync += offered.eq(spare)
+            with m.Else():
+                m.d.sync += offered.eq(self.i.payload)
+        with m.Elif(self.i.valid):
+            m.d.sync += spare_valid.eq(1)
+        return m
+
+
+class StreamQueue(wiring.Component):
+    """First in, first out, in distributed memory: latency 1, a payload a cycle.
+
+    ``i.ready`` is low while ``depth`` payloads wait; it does not depend on ``o.ready``. The output is read without a
+    register: put a :class:`RegisterSlice` behind it where it leaves the chip.
+
+    Parameters
+    ----------
+    shape: of the payload
+    depth: payloads that can wait, at least 1
+
+    Members
+    -------
+    i: In(stream)
+    o: Out(stream)
+    level: Out, payloads that wait
+    """
+
+    def __init__(self, shape: Any, depth: int) -> None:
+        if not 1 <= depth <= 4096:
+            raise must("StreamQueue", "depth", "from 1 to 4096", depth)
+        self.depth = depth
+        super().__init__(
+            {
+                "i": In(stream.Signature(shape)),
+                "o": Out(stream.Signature(shape)),
+                "level": Out(range(depth + 1)),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        bits = Shape.cast(self.i.payload.shape()).width
+        m.submodules.fifo = fifo = SyncFIFO(width=bits, depth=self.depth)
+        m.d.comb += [
+            fifo.w_data.eq(self.i.payload),
+            fifo.w_en.eq(self.i.valid),
+            self.i.ready.eq(fifo.w_rdy),
+            self.o.payload.eq(fifo.r_data),
+            self.o.valid.eq(fifo.r_rdy),
+            fifo.r_en.eq(self.o.ready),
+            self.level.eq(fifo.level),
+        ]
+        return m
