@@ -28,6 +28,9 @@ MAGIC = 0x4454
 STATUS_MAGIC = 0x5344
 """First two bytes of a status record: "DS"."""
 VERSION = 1
+"""Version of the status record."""
+DESCRIPTOR_VERSION = 1
+"""Version of the descriptor."""
 KEY_SHIFT_BITS = 5
 """Width of the shifts in front of the key memories (key_*_shift, bias_shift): 0 … 31."""
 BIAS_WORD_BITS = 16
@@ -54,7 +57,7 @@ class Flag(NamedTuple):
 
 FIELDS = (
     Field("magic", 0, 2, False, f"{MAGIC:#06x}"),
-    Field("version", 2, 1, False, f"{VERSION}"),
+    Field("version", 2, 1, False, f"{DESCRIPTOR_VERSION}"),
     Field("flags", 3, 1, False, "bits below; the others 0"),
     Field("tag", 4, 2, False, "returned in the status record"),
     Field("tokens", 6, 2, False, "L, 1 … max_tokens"),
@@ -201,7 +204,7 @@ class Job:
     def descriptor(self) -> bytes:
         """The descriptor, 64 bytes."""
         numbers: dict[str, int] = {field.name: int(getattr(self, field.name)) for field in _NUMBERS}
-        numbers |= {"magic": MAGIC, "version": VERSION}
+        numbers |= {"magic": MAGIC, "version": DESCRIPTOR_VERSION}
         numbers["flags"] = sum(int(getattr(self, flag.name)) << flag.bit for flag in FLAGS)
         return pack_descriptor(numbers)
 
@@ -213,7 +216,7 @@ class Job:
             DtpError: wrong length, magic, version or flags, or a field that :class:`Job` refuses.
         """
         numbers = unpack_descriptor(data)
-        for name, wanted in (("magic", MAGIC), ("version", VERSION)):
+        for name, wanted in (("magic", MAGIC), ("version", DESCRIPTOR_VERSION)):
             if numbers[name] != wanted:
                 raise must("Job", name, f"{wanted:#x}", f"{numbers[name]:#x}")
         if numbers["flags"] >> len(FLAGS):
@@ -250,6 +253,11 @@ def unpack_descriptor(data: bytes) -> dict[str, int]:
     }
 
 
+def descriptor_offset(name: str) -> int:
+    """First byte of a field of the descriptor."""
+    return next(field.offset for field in FIELDS if field.name == name)
+
+
 def descriptor_error(config: Config, data: bytes) -> ErrorCode:
     """What the processor says to 64 bytes taken as a descriptor."""
     n = unpack_descriptor(data)
@@ -257,7 +265,7 @@ def descriptor_error(config: Config, data: bytes) -> ErrorCode:
     lift_alone = bool(flags >> _bit("lift") & 1) and not flags >> _bit("bias") & 1
     for code, wrong in (
         (ErrorCode.MAGIC, n["magic"] != MAGIC),
-        (ErrorCode.VERSION, n["version"] != VERSION),
+        (ErrorCode.VERSION, n["version"] != DESCRIPTOR_VERSION),
         (ErrorCode.FLAGS, bool(flags >> len(FLAGS)) or lift_alone),
         (ErrorCode.TOKENS, not 1 <= n["tokens"] <= config.max_tokens),
         (ErrorCode.VALID_LENGTH, not 1 <= n["valid_length"] <= n["tokens"]),
@@ -572,12 +580,22 @@ def _mask_section(config: Config, job: Job, block_mask: ArrayLike | None) -> Byt
 class StatusRecord:
     """The last 16 bytes of a job's output."""
 
-    error: int
-    tag: int
-    empty_rows: int
-    score_saturations: int
-    lift_saturations: int
-    output_saturations: int
+    error: int = 0
+    tag: int = 0
+    empty_rows: int = 0
+    score_saturations: int = 0
+    lift_saturations: int = 0
+    output_saturations: int = 0
+
+    @staticmethod
+    def offset(name: str) -> int:
+        """First byte of a field."""
+        places = {field.name: 2 + 2 * n for n, field in enumerate(fields(StatusRecord))}
+        return places[name] + (name == "error")
+
+    def to_bytes(self) -> bytes:
+        """The record, 16 bytes."""
+        return self.pack()
 
     def pack(self) -> bytes:
         """The record, 16 bytes."""
@@ -679,7 +697,7 @@ def address_bias(config: Config, slot: int, key: int) -> int:
 
 
 def address_query(config: Config, chunk: int, group: int, feed: int) -> int:
-    """Word of the query memory: pass ``chunk`` (plain, then lifted) of a group counted over all jobs."""
+    """Word of the query memory of a group counted over all jobs; lifted passes stand from ``max_chunks`` on."""
     return (chunk * config.query_groups + group % config.query_groups) * config.pass_steps + feed
 
 

@@ -237,12 +237,22 @@ class LiftParams:
 
     @property
     def metric_register_shift(self) -> int:
-        """Right shift of M = C Cᵀ, and of a aᵀ of a query, to a register."""
+        """Right shift of M = C Cᵀ to a register."""
         return self._bounds["metric_shift"]
 
     @property
     def vector_register_shift(self) -> int:
-        """Right shift of Mx and of u = b·Mb to a register."""
+        """Right shift of Mx to a register."""
+        return self._bounds["vector_shift"]
+
+    @property
+    def outer_register_shift(self) -> int:
+        """Right shift of a aᵀ of a query to a register: that of M."""
+        return self._bounds["metric_shift"]
+
+    @property
+    def metric_norm_register_shift(self) -> int:
+        """Right shift of u = b·Mb to a register: that of Mx."""
         return self._bounds["vector_shift"]
 
     @property
