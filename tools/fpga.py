@@ -91,8 +91,8 @@ class Resources:
     Parameters
     ----------
     lut4:
-        LUT4-equivalents: TRELLIS_COMB cells after packing, as nextpnr counts them. A carry cell (CCU2C) is
-        two, a wide multiplexer lies on the LUTs it joins, carry feed-ins and feed-outs count.
+        LUT4-equivalents: TRELLIS_COMB cells after packing, as nextpnr counts them. A carry cell (CCU2C) is two, a
+        16x4 distributed memory six, a wide multiplexer lies on the LUTs it joins; ends of carry chains count.
     ff: flip-flops in the fabric (registers inside a DSP or a memory block are not among them).
     dsp: 18x18 multipliers (MULT18X18D).
     bram: 18-kbit memory blocks (DP16KD).
@@ -420,7 +420,7 @@ class _Flow:
             "design.json",
         )  # fmt: skip
         netlist = _Netlist.from_json(json.loads((self.folder / "design.json").read_text()), memories)
-        lut4 = netlist.count["LUT4"] + 2 * netlist.count["CCU2C"]
+        lut4 = netlist.count["LUT4"] + 2 * netlist.count["CCU2C"] + 6 * netlist.count["TRELLIS_DPR16X4"]
         for kind, need in (
             ("TRELLIS_COMB", lut4),
             ("TRELLIS_FF", netlist.count["TRELLIS_FF"]),
@@ -716,7 +716,7 @@ def _per_unit(netlist: _Netlist, cells: Mapping[str, Any]) -> dict[str, Resource
         tags = _tags(cell["attributes"].get("src", ""))
         if tags:
             unit[name] = netlist.unit(tags[0][0])
-        elif cell["type"] != "TRELLIS_COMB":
+        elif cell["type"] != "TRELLIS_COMB" or cell["parameters"].get("MODE") in ("DPRAM", "RAMW_BLOCK"):
             unit[name] = netlist.unit(name)
         elif name.startswith("$PACKER"):
             unit[name] = SHARED_UNIT

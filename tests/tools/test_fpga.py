@@ -21,15 +21,15 @@ HERE = "tests/tools/test_fpga.py"
 
 
 class Multiplier(wiring.Component):
-    """18x18 multiplier with its own input and output registers: one DSP, no flip-flop of the fabric."""
+    """Multiplier of at most 18x18 bits with its own input and output registers: one DSP, no flip-flop of the fabric."""
 
-    def __init__(self) -> None:
-        super().__init__({"a": In(18), "b": In(18), "p": Out(36)})
+    def __init__(self, width: int = 18) -> None:
+        super().__init__({"a": In(width), "b": In(width), "p": Out(2 * width)})
 
     def elaborate(self, platform: object) -> Module:
         m = Module()
-        bits: dict[str, Any] = {f"o_P{i}": self.p[i] for i in range(36)}
-        for i in range(18):
+        bits: dict[str, Any] = {f"o_P{i}": bit for i, bit in enumerate(self.p)}
+        for i in range(len(self.a)):
             bits |= {f"i_A{i}": self.a[i], f"i_B{i}": self.b[i]}
         for register in ("INPUTA", "INPUTB", "OUTPUT"):
             bits |= {
@@ -81,13 +81,13 @@ class Multipliers(wiring.Component):
 
     def __init__(self, count: int) -> None:
         self.count = count
-        super().__init__({"a": In(18), "b": In(18), "o": Out(count)})
+        super().__init__({"a": In(1), "b": In(1), "o": Out(count)})
 
     def elaborate(self, platform: object) -> Module:
         m = Module()
         for i in range(self.count):
-            m.submodules[f"m{i}"] = multiplier = Multiplier()
-            m.d.comb += [multiplier.a.eq(self.a), multiplier.b.eq(self.b), self.o[i].eq(multiplier.p[i % 36])]
+            m.submodules[f"m{i}"] = multiplier = Multiplier(width=1)
+            m.d.comb += [multiplier.a.eq(self.a), multiplier.b.eq(self.b), self.o[i].eq(multiplier.p[0])]
         return m
 
 
@@ -122,6 +122,46 @@ class Slow(wiring.Component):
         m.d.comb += first.eq(x + Cat(y, x[:4]))
         m.d.comb += second.eq((first ^ (first >> 7)) + Cat(first[10:], first[:10]))
         m.d.sync += self.o.eq((second ^ (second << 3)) + y)
+        return m
+
+
+class Scratch(wiring.Component):
+    """16 words of 8 bits read without a clock: two distributed memories."""
+
+    def __init__(self) -> None:
+        super().__init__({"address": In(4), "data": In(8), "write": In(1), "o": Out(8)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        m.submodules.words = words = memory.Memory(shape=8, depth=16, init=[])
+        write, read = words.write_port(), words.read_port(domain="comb")
+        m.d.comb += [write.addr.eq(self.address), write.data.eq(self.data), write.en.eq(self.write)]
+        m.d.comb += [read.addr.eq(self.address), self.o.eq(read.data)]
+        return m
+
+
+class Register(wiring.Component):
+    def __init__(self) -> None:
+        super().__init__({"i": In(8), "o": Out(8)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        m.d.sync += self.o.eq(self.i)
+        return m
+
+
+class ScratchAndRegister(wiring.Component):
+    """A memory of distributed cells whose only reader is another unit."""
+
+    def __init__(self) -> None:
+        super().__init__({"address": In(4), "data": In(8), "write": In(1), "o": Out(8)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        m.submodules.scratch = scratch = Scratch()
+        m.submodules.register = register = Register()
+        m.d.comb += [scratch.address.eq(self.address), scratch.data.eq(self.data), scratch.write.eq(self.write)]
+        m.d.comb += [register.i.eq(scratch.o), self.o.eq(register.o)]
         return m
 
 
@@ -208,6 +248,12 @@ def test_multiplier_and_counter_have_the_counts_of_their_widths(tmp_path: Path) 
     ]
     assert max(lines for stage, lines in seen if stage is Stage.SYNTHESISE) > 100
     assert {path.name for path in tmp_path.iterdir()} >= {"design.il", "design.json", "pack.json"}
+
+
+def test_distributed_memory_belongs_to_its_unit() -> None:
+    report = fpga.synthesise(ScratchAndRegister(), name="scratch")
+    assert report.per_unit["scratch"] == Resources(lut4=2 * 6)
+    assert report.per_unit["register"] == Resources(ff=8)
 
 
 def test_wrapper_is_looked_through() -> None:
