@@ -205,6 +205,11 @@ class LiftParams:
         """Right shift of a lifted row lane."""
         return REGISTER_BITS
 
+    @property
+    def vector_gain(self) -> int:
+        """Left shift of a 8-bit a before it is scaled to a lifted row lane, so that the lane can use its width."""
+        return 8 if self.config.operand_bits == 8 else 0
+
     @cached_property
     def _bounds(self) -> dict[str, int]:
         """Shifts to registers, and the largest magnitude of what they then hold."""
@@ -317,6 +322,7 @@ class LiftParams:
         names += [f"m{row}_{column}" for row, column in self.pairs]
         names += [f"outer{row}_{column}" for row, column in self.pairs]
         names += [f"mx{n}" for n in range(rank)]
+        names += [f"fine{n}" for n in range(rank)] if self.vector_gain else []
         for kind in ("metric", "vector", "lift_metric", "lift_metric2", "lift_outer", "lift_outer2"):
             names += [f"{kind}_scale_{s}" for s in range(segments)]
         return {name: number for number, name in enumerate(name for name in names)}
@@ -474,7 +480,8 @@ class _Maker:
         segment = lane % self.params.config.segments
         rank, pairs = self.params.rank, self.params.pairs
         if lane < rank:
-            return f"x{lane}", f"vector_scale_{segment}", Init.LIFT_VECTOR_SCALE
+            vector = "fine" if self.params.vector_gain else "x"
+            return f"{vector}{lane}", f"vector_scale_{segment}", Init.LIFT_VECTOR_SCALE
         outer, index = divmod(lane - rank, len(pairs))
         row, column = pairs[index]
         twice = row != column
@@ -514,6 +521,10 @@ class _Maker:
             self._result([(f"x{row}", f"x{column}")], f"outer{row}_{column}", Shift.METRIC, Init.HALF_METRIC)
             for row, column in self.params.pairs
         ]
+        fine = [
+            self._result([(f"x{n}", "byte")], f"fine{n}", Shift.METRIC, Init.HALF_METRIC)
+            for n in range(rank if self.params.vector_gain else 0)
+        ]
         words: list[Instruction] = []
         for word in range(self.params.query_words):
             lanes = range(word * config.segments, min(rank, (word + 1) * config.segments))
@@ -529,19 +540,15 @@ class _Maker:
             lanes = range(word * config.segments, min(config.lifted_lanes, (word + 1) * config.segments))
             products = [self._lifted_lane(n)[:2] for n in lanes] or [("zero", "zero")]
             lifted += self._sum(products, Init.HALF_LIFTED, emit=Emit.LIFTED).steps
-        chains = self._arranged(_spaced(takes), [*self._metric(), *outer, *self._metric_vector()])
+        chains = self._arranged(_spaced(takes), [*self._metric(), *outer, *fine, *self._metric_vector()])
         return _ended(_spaced([*chains, *words, *lifted]), 0)
 
     def keys(self, *, lift: bool) -> list[Instruction]:
         """A factor batch of keys: norm, and if ``lift`` the lifted lanes; then the bias."""
         config, rank = self.params.config, self.params.rank if lift else 0
         head = [replace(self._product("zero", "zero"), first=True, init=Init.HALF_NORM)]
-        head += [
-            self._product(f"x{n}", f"x{n}", take=True, dst=self.register[f"x{n}"]) for n in range(rank)
-        ]
-        head.append(
-            self._product("word0", "word0", take=True, dst=self.register["word0"], loop=Loop.WORDS)
-        )
+        head += [self._product(f"x{n}", f"x{n}", take=True, dst=self.register[f"x{n}"]) for n in range(rank)]
+        head.append(self._product("word0", "word0", take=True, dst=self.register["word0"], loop=Loop.WORDS))
         head += self._factor_takes() if lift else []
         if config.operand_bits == 8:
             head += [self._take("low"), self._take("high", flush=True)]
@@ -594,9 +601,7 @@ class _Maker:
             options = waiting + pending[:1]
             # What is read must be older, unless nothing that still waits makes it.
             missing = {chain.last.dst for chain in waiting if chain.last.write}
-            options = [
-                chain for chain in options if not any(s.a in missing or s.b in missing for s in chain.steps)
-            ]
+            options = [chain for chain in options if not any(s.a in missing or s.b in missing for s in chain.steps)]
             # A dump goes first among equals: its port is what all wait for in the end.
             starts = [
                 (_length(_spaced([*code, *c.steps], self.params.dump_steps)) - len(c.steps), not c.last.hold, n)
@@ -722,16 +727,14 @@ def lift_queries(config: Config, job: Job, queries: ArrayLike, factors: ArrayLik
     twice = np.array([1 + (row != column) for row, column in params.pairs])
     lifted = np.concatenate(
         [
-            vector * job.lift_vector_scale,
+            (vector << params.vector_gain) * job.lift_vector_scale,
             _symmetric(params, metric) * twice * job.lift_metric_scale,
             _symmetric(params, outer) * twice * job.lift_outer_scale,
         ],
         axis=1,
     )
     lifted = np.pad(lifted, ((0, 0), (0, config.lifted_passes * config.block - lifted.shape[1])))
-    whole = np.concatenate(
-        [round_shift(sums, params.query_shift), round_shift(lifted, params.lifted_shift)], axis=1
-    )
+    whole = np.concatenate([round_shift(sums, params.query_shift), round_shift(lifted, params.lifted_shift)], axis=1)
     return saturate(whole, config.row_bits), int(overflows(whole, config.row_bits).sum())
 
 

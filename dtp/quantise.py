@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dtp.config import REGISTER_BITS, SCALE_BITS, SCORE_FRACTION_BITS, SHIFT_FIELD_BITS, Config
+from dtp.config import SCALE_BITS, SCORE_FRACTION_BITS, SHIFT_FIELD_BITS, Config
 from dtp.errors import DtpError, must
 from dtp.fixed import Int, round_shift, signed_range
 from dtp.job import BIAS_WORD_BITS, KEY_SHIFT_BITS, Bytes, Job, pack_job
@@ -124,13 +124,9 @@ def _check_fit(config: Config, workload: Workload) -> None:
         limit = getattr(config, limit_name)
         value = getattr(workload, field)
         if value > limit:
-            raise must(
-                "Workload", field, f"at most {limit_name} {limit} of configuration {config.name!r}", value
-            )
+            raise must("Workload", field, f"at most {limit_name} {limit} of configuration {config.name!r}", value)
     if workload.block_mask is not None and workload.block != config.block:
-        raise must(
-            "Workload", "block", f"block {config.block} of configuration {config.name!r}", workload.block
-        )
+        raise must("Workload", "block", f"block {config.block} of configuration {config.name!r}", workload.block)
     if min(workload.metric_rank, workload.frame_rank) > config.metric_rank:
         rule = f"at most metric_rank {config.metric_rank} of configuration {config.name!r}"
         raise must("Workload", "metric_rank", rule, workload.metric_rank)
@@ -178,9 +174,7 @@ def _quantise_head(config: Config, workload: Workload, head: int) -> Head:
     k_scale = _scale(_given(w, "k", head), k[live], bits)
     v_scale = _scale(_given(w, "v", head), v[live], bits)
     keys, values = _integers(k, k_scale, bits), _integers(v, v_scale, bits)
-    search = _Search(
-        c, kappa, nu, q, factor, live, keys, k_scale, _given(w, "q", head), _given(w, "factor", head)
-    )
+    search = _Search(c, kappa, nu, q, factor, live, keys, k_scale, _given(w, "q", head), _given(w, "factor", head))
     numbers = search.query(head)
     bias: Int | None = None
     curvature_scale = 0.0
@@ -333,7 +327,7 @@ class _Search:
         p = self.params
         lifted_limit = signed_range(self.config.lifted_bits)[1]
         metric = self._metric()
-        vector = self._times_metric(self.keys[:, : self.rank])
+        vector = round_shift(self._times_metric(self.keys[:, : self.rank]), p.vector_register_shift)
         outer = _outer(self.keys[:, : self.rank])
         shifts = [_shift_to_fit(lanes[self.live], lifted_limit) for lanes in (vector, outer, metric)]
         vector_shift, outer_shift, metric_shift = shifts
@@ -343,31 +337,25 @@ class _Search:
         doubled = np.where(np.eye(self.rank, dtype=np.bool_), 1, 2)
         registers = 2.0**p.metric_register_shift
         real = {
-            "lift_vector_scale": self.nu * self.q_scale * self.k_scale * c2 * 2.0**vector_shift * registers,
-            "lift_metric_scale": -0.5 * self.nu * c2 * registers * k2 * 2.0**outer_shift,
-            "lift_outer_scale": -0.5
-            * self.nu
-            * q2
-            * 2.0**p.outer_register_shift
+            "lift_vector_scale": self.nu
+            * self.q_scale
+            * self.k_scale
             * c2
-            * registers
-            * 2.0**metric_shift,
+            * 2.0 ** (vector_shift + p.vector_register_shift - p.vector_gain)
+            * registers,
+            "lift_metric_scale": -0.5 * self.nu * c2 * registers * k2 * 2.0**outer_shift,
+            "lift_outer_scale": -0.5 * self.nu * q2 * 2.0**p.outer_register_shift * c2 * registers * 2.0**metric_shift,
         }
         lanes = {
-            "lift_vector_scale": query_lanes,
+            "lift_vector_scale": query_lanes << p.vector_gain,
             "lift_metric_scale": metric * doubled,
             "lift_outer_scale": outer_lanes * doubled,
         }
-        down = {
-            "lift_vector_scale": p.query_shift,
-            "lift_metric_scale": REGISTER_BITS,
-            "lift_outer_scale": REGISTER_BITS,
-        }
         for shift in range(_MAX_SHIFT, -1, -1):
             unit = 2.0 ** (SCORE_FRACTION_BITS + shift)
-            numbers = {name: round(value * unit * 2.0 ** down[name]) for name, value in real.items()}
+            numbers = {name: round(value * unit * 2.0**p.lifted_shift) for name, value in real.items()}
             fits = all(abs(number) <= _MAX_SIGNED for number in numbers.values()) and all(
-                np.abs(round_shift(lanes[name][self.live] * numbers[name], down[name])).max(initial=0)
+                np.abs(round_shift(lanes[name][self.live] * numbers[name], p.lifted_shift)).max(initial=0)
                 <= self.row_limit
                 for name in numbers
             )
