@@ -278,7 +278,7 @@ def synthesise(
     elaboratable: Any,
     *,
     name: str,
-    ports: Sequence[Any] | None = None,
+    ports: Sequence[Any] | Mapping[str, Any] | None = None,
     work_dir: Path | None = None,
     progress: Progress | None = None,
     config_hash: str | None = None,
@@ -314,7 +314,7 @@ def place_and_route(
     elaboratable: Any,
     *,
     name: str,
-    ports: Sequence[Any] | None = None,
+    ports: Sequence[Any] | Mapping[str, Any] | None = None,
     freq_mhz: float = 200.0,
     seed: int = 1,
     seeds: int = 1,
@@ -399,7 +399,7 @@ class _Flow:
     def __init__(self, folder: Path, device: Device, progress: Progress, timeout_s: float | None) -> None:
         self.folder, self.device, self.progress, self.timeout_s = folder, device, progress, timeout_s
 
-    def netlist(self, elaboratable: Any, name: str, ports: Sequence[Any] | None) -> _Netlist:
+    def netlist(self, elaboratable: Any, name: str, ports: Sequence[Any] | Mapping[str, Any] | None) -> _Netlist:
         """RTLIL from Amaranth, tagged; Yosys to a flat netlist in ECP5 cells; refused when it cannot fit."""
         report_path(name)
         rtlil = _module("amaranth.back.rtlil", "amaranth")
