@@ -63,17 +63,19 @@ def run(texts: Sequence[str], tokens: int) -> MiniLmRun:
     tokenizer.enable_padding(length=tokens)
     coded = [tokenizer.encode(text) for text in texts]
     keep = torch.tensor([code.attention_mask for code in coded], dtype=torch.bool)
-    weights = {name: value.double() for name, value in load_file(folder / "model.safetensors").items()}
+    weights = load_file(folder / "model.safetensors")
 
     def dense(x: Tensor, name: str) -> Tensor:
-        return linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+        return linear(x, weights[f"{name}.weight"].double(), weights[f"{name}.bias"].double())
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-12)
+        scale, shift = weights[f"{name}.weight"].double(), weights[f"{name}.bias"].double()
+        return layer_norm(x, x.shape[-1:], scale, shift, 1e-12)
 
     words = weights["embeddings.word_embeddings.weight"][torch.tensor([code.ids for code in coded])]
     places = weights["embeddings.position_embeddings.weight"][:tokens]
-    x = norm(words + places + weights["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
+    kind = weights["embeddings.token_type_embeddings.weight"][0]
+    x = norm(words.double() + places.double() + kind.double(), "embeddings.LayerNorm")
     layers = []
     for number in range(LAYERS):
         name = f"encoder.layer.{number}"
@@ -82,9 +84,7 @@ def run(texts: Sequence[str], tokens: int) -> MiniLmRun:
             for part in ("query", "key", "value")
         )
         layers.append((q, k, v))
-        score = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(
-            ~keep[:, None, None, :], -math.inf
-        )
+        score = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~keep[:, None, None, :], -math.inf)
         mixed = (torch.softmax(score, -1) @ v).transpose(1, 2).flatten(2)
         x = norm(x + dense(mixed, f"{name}.attention.output.dense"), f"{name}.attention.output.LayerNorm")
         hidden = gelu(dense(x, f"{name}.intermediate.dense"))
