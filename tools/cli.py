@@ -39,11 +39,27 @@ app = typer.Typer(
 workload_app = typer.Typer(help="Write a workload file.", rich_markup_mode=None, no_args_is_help=False)
 app.add_typer(workload_app, name="workload")
 
+
+def _integer(text: str | int) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"must be an integer, not {text!r}") from None
+
+
+def _number(text: str | float) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"must be a number, not {text!r}") from None
+
+
 ConfigArgument = Annotated[
     str, typer.Argument(metavar="CONFIG", help=f"A preset ({', '.join(PRESETS)}) or a TOML file.")
 ]
 WorkloadArgument = Annotated[Path, typer.Argument(metavar="WORKLOAD", help="A workload file.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")]
+SeedOption = Annotated[int, typer.Option(parser=_integer, metavar="N", help="Equal seeds give equal results.")]
 OutputFile = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Workload file to write.")]
 
 
@@ -57,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), MISSING_TOOL)
     except DtpError as error:
         return _complain(str(error), BAD_INPUT)
+    except MemoryError as error:
+        return _complain(f"not enough memory: {error}", BAD_INPUT)
     except BrokenPipeError:
         # The reader has gone; nothing may be written when the interpreter flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -166,7 +184,7 @@ def _top(
 
 @app.command("presets")
 def presets_command(json: JsonOption = None) -> None:
-    """List the presets with their parameters."""
+    """List the presets."""
     _check_json(json)
     result = verbs.presets()
     table = Table(title="Presets", title_justify="left")
@@ -189,7 +207,7 @@ def generate_command(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
     json: JsonOption = None,
 ) -> None:
-    """Write Verilog, a manifest and the configuration into a folder."""
+    """Write Verilog and its manifest into a folder."""
     _check_json(json)
     with _progress() as progress:
         result = verbs.generate(config, output, progress=progress)
@@ -201,19 +219,27 @@ def generate_command(
 @workload_app.command("random")
 def workload_random_command(
     output: OutputFile,
-    tokens: Annotated[int, typer.Option(help="L.")] = 128,
-    width: Annotated[int, typer.Option(help="Head width d.")] = 64,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="Key heads, which divide the heads; default all.")] = None,
+    tokens: Annotated[int, typer.Option(parser=_integer, metavar="N", help="L.")] = 128,
+    width: Annotated[int, typer.Option(parser=_integer, metavar="N", help="Head width d.")] = 64,
+    heads: Annotated[int, typer.Option(parser=_integer, metavar="N", help="Query heads.")] = 8,
+    kv_heads: Annotated[
+        int | None, typer.Option(parser=_integer, metavar="N", help="Key heads, which divide the heads; default all.")
+    ] = None,
     mode: Annotated[str, typer.Option(help=f"{', '.join(Mode)}.")] = Mode.DOT.value,
-    kept: Annotated[float, typer.Option(help="Fraction of the legal blocks that a head keeps.")] = 1.0,
+    kept: Annotated[
+        float, typer.Option(parser=_number, metavar="X", help="Fraction of the legal blocks that a head keeps.")
+    ] = 1.0,
     causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Keys up to the query alone.")] = False,
-    valid: Annotated[int | None, typer.Option(help="Tokens before the padding; default all.")] = None,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal files.")] = 0,
+    valid: Annotated[
+        int | None, typer.Option(parser=_integer, metavar="N", help="Tokens before the padding; default all.")
+    ] = None,
+    seed: SeedOption = 0,
     config: Annotated[
         str | None, typer.Option(metavar="CONFIG", help="Configuration whose block the mask gets.")
     ] = None,
-    block: Annotated[int | None, typer.Option(help="Tokens along one side of a block of the mask.")] = None,
+    block: Annotated[
+        int | None, typer.Option(parser=_integer, metavar="N", help="Tokens along one side of a block of the mask.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Seeded random tensors; below --kept 1 the mask takes its block from --config or --block."""
@@ -244,7 +270,7 @@ def workload_random_command(
 def workload_digits_command(
     output: OutputFile,
     images: Annotated[str, typer.Option(help="Image numbers in 0..1796, with commas.")] = "0",
-    layer: Annotated[int, typer.Option(help="Attention layer, from 0.")] = 0,
+    layer: Annotated[int, typer.Option(parser=_integer, metavar="N", help="Attention layer, from 0.")] = 0,
     json: JsonOption = None,
 ) -> None:
     """What the trained digit classifier's attention reads (needs PyTorch)."""
@@ -259,7 +285,7 @@ def workload_digits_command(
 def workload_minilm_command(
     output: OutputFile,
     layers: Annotated[str | None, typer.Option(help="Layers in 0..5, with commas; default all.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text, 2..512.")] = 128,
+    tokens: Annotated[int, typer.Option(parser=_integer, metavar="N", help="Tokens of the text, 2..512.")] = 128,
     json: JsonOption = None,
 ) -> None:
     """What the attention of all-MiniLM-L6-v2 reads for a paragraph (needs PyTorch and the model)."""
@@ -293,7 +319,7 @@ def _shape(workload: verbs.WorkloadSummary) -> str:
 
 @app.command("simulate")
 def simulate_command(config: ConfigArgument, workload: WorkloadArgument, json: JsonOption = None) -> None:
-    """Run the golden model and the cycle model."""
+    """Golden model and cycle model of a workload."""
     _check_json(json)
     with _progress() as progress:
         result = verbs.simulate(config, workload, progress=progress)
@@ -337,12 +363,16 @@ def cosim_command(
     workload: WorkloadArgument,
     waves: Annotated[Path | None, typer.Option(metavar="FILE", help="Waveforms (VCD) to write.")] = None,
     stalls: Annotated[
-        float, typer.Option(metavar="P", help="Probability of a stall on both streams, each cycle.")
+        float, typer.Option(parser=_number, metavar="P", help="Probability of a stall on both streams, each cycle.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the stalls.")] = 0,
+    seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> int:
-    """Run the generated Verilog beside both models and compare every output bit and cycle."""
+    """The generated Verilog beside both models.
+
+    Every output bit, empty row and status record is compared with the golden model, the cycle of every output beat
+    with the cycle model.
+    """
     _check_json(json)
     with _progress() as progress:
         result = verbs.cosim(config, workload, waves=waves, stalls=stalls, seed=seed, progress=progress)
@@ -367,12 +397,17 @@ def cosim_command(
 @app.command("fpga")
 def fpga_command(
     config: ConfigArgument,
-    seeds: Annotated[int, typer.Option(help="Place-and-route runs; the fastest is reported.")] = 1,
-    freq: Annotated[float, typer.Option(metavar="MHZ", help="What placer and router aim at.")] = 200.0,
+    seeds: Annotated[
+        int, typer.Option(parser=_integer, metavar="N", help="Place-and-route runs; the fastest is reported.")
+    ] = 1,
+    freq: Annotated[float, typer.Option(parser=_number, metavar="MHZ", help="What placer and router aim at.")] = 200.0,
     save: Annotated[bool, typer.Option("--save", help="Also keep the report in docs/fpga.")] = False,
     json: JsonOption = None,
 ) -> None:
-    """Place and route on a Lattice ECP5 LFE5U-85F: area in all and per unit, frequency, critical path."""
+    """Place and route on an FPGA.
+
+    On a Lattice ECP5 LFE5U-85F, with tools from PyPI: area in all and per unit, routed frequency, critical path.
+    """
     _check_json(json)
     with _progress() as progress:
         report = verbs.fpga(config, seeds=seeds, freq_mhz=freq, save=save, progress=progress)
@@ -401,7 +436,10 @@ def demo_command(
     fpga: Annotated[bool, typer.Option("--fpga", help="Run place and route again (many minutes).")] = False,
     json: JsonOption = None,
 ) -> int:
-    """Real attention data through generated Verilog: bits, cycles, accuracy, FPGA cost."""
+    """Real attention data through the hardware.
+
+    Bits, cycles, accuracy and FPGA cost of the generated Verilog on a digit classifier and a sentence encoder.
+    """
     from tools.demo import demo
 
     _check_json(json)

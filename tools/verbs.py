@@ -333,9 +333,7 @@ def presets() -> PresetsResult:
     found = []
     for name in PRESETS:
         config = Config.load(name)
-        found.append(
-            Preset(name, name == DEFAULT_PRESET, config.hash, config.model_dump(), dict(config.derived))
-        )
+        found.append(Preset(name, name == DEFAULT_PRESET, config.hash, config.model_dump(), dict(config.derived)))
     return PresetsResult(presets=tuple(found), wall_s=time.monotonic() - start)
 
 
@@ -440,9 +438,7 @@ def workload_digits(path: str | Path, *, images: Sequence[int] = (0,), layer: in
     return _saved(digits_workload(images, layer), place, start)
 
 
-def workload_minilm(
-    path: str | Path, *, layers: Sequence[int] | None = None, tokens: int = 128
-) -> WorkloadResult:
+def workload_minilm(path: str | Path, *, layers: Sequence[int] | None = None, tokens: int = 128) -> WorkloadResult:
     """Write what layers of all-MiniLM-L6-v2 read, see :func:`tools.workloads.minilm_workload`."""
     from tools.workloads import minilm_workload
 
@@ -712,9 +708,7 @@ def _run_rtl(
         return result
 
 
-def compare_outputs(
-    config: Config, heads: Sequence[Any], golden: Sequence[Any], result: Any
-) -> tuple[list[str], int]:
+def compare_outputs(config: Config, heads: Sequence[Any], golden: Sequence[Any], result: Any) -> tuple[list[str], int]:
     """Every output, empty row and status record of a run against the golden model.
 
     Returns
@@ -732,9 +726,7 @@ def compare_outputs(
         packet = slice(first, int(end))
         first = int(end)
         try:
-            outputs, empty, status = unpack_outputs(
-                config, head.job, result.data[packet], result.user[packet]
-            )
+            outputs, empty, status = unpack_outputs(config, head.job, result.data[packet], result.user[packet])
         except DtpError as error:
             found.append(f"head {number}: {error}")
             continue
