@@ -189,7 +189,7 @@ class Normaliser(wiring.Component):
             value, amount, factor = values[lane], *banks[lane % p.row_banks]
             product = self._product(m, lane, value, amount, factor)
             exact = Signal(signed(c.output_bits + 1), name=f"exact_{lane}")
-            m.d.comb += exact.eq((product[p.product_shift - 1 :].as_signed() + 1) >> 1)
+            m.d.comb += exact.eq((product[p.product_shift - 1 :][: c.output_bits + 2].as_signed() + 1) >> 1)
             result = Signal(c.output_bits, name=f"result_{lane}", reset_less=True)
             sign, beyond = exact[-1], exact[-1] ^ exact[-2]
             limited = Mux(beyond, Cat((~sign).replicate(c.output_bits - 1), sign), exact[: c.output_bits])
@@ -200,13 +200,16 @@ class Normaliser(wiring.Component):
             results.append(result)
 
         # Counters of the job, and its status record in the place of a product that is 0.
-        status_index = Signal(range(max(2, p.status_words)))
+        status_turn = Signal(p.status_words, init=1)
         status_now = statuses[p.product_cycles - 1]
         status_last = Signal()
-        m.d.comb += status_last.eq(status_now & (status_index == p.status_words - 1))
+        m.d.comb += status_last.eq(status_now & status_turn[-1])
         ending = _line(m, "ending", issue & record_last & ~is_status, 2, reset_less=False)
-        group_scores = Signal(p.count_bits, reset_less=True)
-        m.d.sync += group_scores.eq(scores & drained.replicate(p.count_bits))
+        group_scores = Signal(p.count_bits)
+        with m.If(drained):
+            m.d.sync += group_scores.eq(scores)
+        with m.Else():
+            m.d.sync += group_scores.eq(0)
         empty_now = Signal(range(c.rows + 1), reset_less=True)
         m.d.sync += empty_now.eq(_ones(users[1]))
         empty_rows = Signal(COUNT_BITS)
@@ -214,18 +217,24 @@ class Normaliser(wiring.Component):
             m.d.sync += empty_rows.eq(0)
         with m.Elif(ending[2]):
             m.d.sync += empty_rows.eq(empty_rows + empty_now)
-        score_saturations = self._counter(m, "score_saturations", group_scores, status_last)
-        output_saturations = self._counter(m, "output_saturations", _ones(over), status_last)
+        score_saturations, score_full = self._counter(m, "score_saturations", group_scores, status_last)
+        output_saturations, output_full = self._counter(m, "output_saturations", _ones(over), status_last)
         fields = Cat(
             Const(STATUS_MAGIC, 16), Const(VERSION, 8), error, tag, empty_rows, score_saturations, lift_saturations,
-            output_saturations,
+            output_saturations, Const(0, 8 * STATUS_BYTES),
         )  # fmt: skip
-        padded = Cat(fields, Const(0, p.status_words * p.word_bits - len(fields)))
+        # A full counter's 16 bits read 1: by byte of the record.
+        full = {8: score_full, 9: score_full, 12: output_full, 13: output_full}
+        chosen: list[Value] = []
+        for byte in range(p.word_bits // 8):
+            turns = [(status_turn[n], n * p.word_bits // 8 + byte) for n in range(p.status_words)]
+            ones = Signal(name=f"ones_{byte}")
+            m.d.comb += ones.eq(_or([turn & full[place] for turn, place in turns if place in full] or [Const(0, 1)]))
+            for bit in range(8):
+                parts = [turn & fields[8 * place + bit] for turn, place in turns if place < STATUS_BYTES]
+                chosen.append(_or([ones, *parts]))
         with m.If(status_now):
-            m.d.sync += [
-                status_word.eq(padded.word_select(status_index, p.word_bits)),
-                status_index.eq(Mux(status_last, 0, status_index + 1)),
-            ]
+            m.d.sync += [status_word.eq(Cat(chosen)), status_turn.eq(status_turn.rotate_left(1))]
         with m.Else():
             m.d.sync += status_word.eq(0)
         with m.If(status_last):
@@ -268,22 +277,15 @@ class Normaliser(wiring.Component):
         bits = p.lanes * c.accumulator_bits
         read: list[Value] = []
         for bank in range(p.step_words):
-            memory = Memory(
-                shape=bits,
-                depth=depth if p.step_words == 1 else 2 * depth,
-                init=[],
-                attrs={"ram_style": "block", "no_rw_check": 1},
-            )
-            m.submodules[f"sums_{bank}"] = memory
-            write_port, read_port = memory.write_port(), memory.read_port()
+            memory = _BlockMemory(m, f"sums_{bank}", bits, depth if p.step_words == 1 else 2 * depth)
             address = Cat(entry[:entry_bits], slot)
             m.d.comb += [
-                write_port.en.eq(self.i_valid),
-                write_port.addr.eq(Cat(self.i_step, self.i_slot)),
-                write_port.data.eq(Cat(steps[bank * p.lanes : (bank + 1) * p.lanes])),
-                read_port.addr.eq(address if p.step_words == 1 else Cat(address, word != bank)),
+                memory.write.en.eq(self.i_valid),
+                memory.write.addr.eq(Cat(self.i_step, self.i_slot)),
+                memory.write.data.eq(Cat(steps[bank * p.lanes : (bank + 1) * p.lanes])),
+                memory.address.eq(address if p.step_words == 1 else Cat(address, word != bank)),
             ]
-            read.append(read_port.data)
+            read.append(memory.data)
         values = Signal(data.ArrayLayout(signed(c.accumulator_bits), p.lanes), reset_less=True)
         selected = read[0]
         for other in read[1:]:
@@ -300,27 +302,21 @@ class Normaliser(wiring.Component):
         words = c.rows // p.row_banks
         pairs: list[tuple[Value, Value]] = []
         for bank in range(p.row_banks):
-            memory = Memory(
-                shape=MANTISSA_BITS + p.amount_bits,
-                depth=2 * words * p.reciprocal_groups,
-                init=[],
-                attrs={"ram_style": "block", "no_rw_check": 1},
-            )
-            m.submodules[f"reciprocals_{bank}"] = memory
-            write_port, read_port = memory.write_port(), memory.read_port()
+            bits, depth = MANTISSA_BITS + p.amount_bits, 2 * words * p.reciprocal_groups
+            memory = _BlockMemory(m, f"reciprocals_{bank}", bits, depth)
             source = bank % p.reciprocal_rows
             # First row of those converted together; bank and word of a row are its low and high bits.
             base = Cat(Const(0, _bits(p.reciprocal_rows)), convert.index)[: _bits(c.rows)]
             mine = base[: _bits(p.row_banks)] == bank - source
             m.d.comb += [
-                write_port.en.eq(convert.valid & mine),
-                write_port.addr.eq(Cat(base[_bits(p.row_banks) :], convert.group)),
-                write_port.data.eq(Cat(convert.factors[source], convert.amounts[source])),
-                read_port.addr.eq(address),
+                memory.write.en.eq(convert.valid & mine),
+                memory.write.addr.eq(Cat(base[_bits(p.row_banks) :], convert.group)),
+                memory.write.data.eq(Cat(convert.factors[source], convert.amounts[source])),
+                memory.address.eq(address),
             ]
             factor = Signal(MANTISSA_BITS, name=f"factor_{bank}", reset_less=True)
             amount = Signal(p.amount_bits, name=f"amount_{bank}", reset_less=True)
-            m.d.sync += Cat(factor, amount).eq(read_port.data)
+            m.d.sync += Cat(factor, amount).eq(memory.data)
             pairs.append((amount, factor))
         return pairs
 
@@ -374,15 +370,15 @@ class Normaliser(wiring.Component):
         ]
         return read_port.data
 
-    def _counter(self, m: Module, name: str, amount: Value, clear: Value) -> Value:
-        """A counter that stops at its largest value: a flag that stays, or-ed to the count."""
+    def _counter(self, m: Module, name: str, amount: Value, clear: Value) -> tuple[Value, Value]:
+        """A counter, and whether it ran over since ``clear``."""
         count, full = Signal(COUNT_BITS, name=name), Signal(name=f"{name}_full")
         total = count + amount
         with m.If(clear):
             m.d.sync += [count.eq(0), full.eq(0)]
         with m.Else():
             m.d.sync += [count.eq(total), full.eq(full | total[COUNT_BITS:].any())]
-        return count | full.replicate(COUNT_BITS)
+        return count, full
 
 
 class _Converter(wiring.Component):
@@ -477,15 +473,31 @@ class _Converter(wiring.Component):
         return m
 
 
+class _BlockMemory:
+    """Block memory with one write port and a read a cycle: ``data`` is what ``address`` held a cycle ago.
+
+    A word that is written and read in the same cycle is never used, so that no logic need compare the addresses; tools take
+    that promise for a read without a clock, whose register they then draw into the memory.
+    """
+
+    def __init__(self, m: Module, name: str, bits: int, depth: int) -> None:
+        memory = Memory(shape=bits, depth=depth, init=[], attrs={"ram_style": "block", "no_rw_check": 1})
+        m.submodules[name] = memory
+        self.write = memory.write_port()
+        read = memory.read_port(domain="comb")
+        self.address = read.addr
+        self.data = Signal(bits, name=f"{name}_data", reset_less=True)
+        m.d.sync += self.data.eq(read.data)
+
+
 class _Count:
     """A counter from 0 to ``most`` of what came and has not gone."""
 
     def __init__(self, m: Module, name: str, most: int, up: Value, down: Value) -> None:
         self.value = Signal(range(most + 1), name=name)
-        with m.If(up & ~down):
-            m.d.sync += self.value.eq(self.value + 1)
-        with m.Elif(down & ~up):
-            m.d.sync += self.value.eq(self.value - 1)
+        bits = len(self.value)
+        with m.If(up ^ down):
+            m.d.sync += self.value.eq(self.value + Cat(Const(1, 1), down.replicate(bits - 1)))
 
 
 def _bits(count: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from amaranth.hdl import Module, Shape, Signal
 from amaranth.lib import stream, wiring
-from amaranth.lib.fifo import SyncFIFO
+from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from dtp.errors import must
@@ -68,38 +68,38 @@ class StreamQueue(wiring.Component):
     Parameters
     ----------
     shape: of the payload
-    depth: payloads that can wait, at least 1
+    depth: payloads that can wait, a power of two from 2 to 4096
 
     Members
     -------
     i: In(stream)
     o: Out(stream)
-    level: Out, payloads that wait
     """
 
     def __init__(self, shape: Any, depth: int) -> None:
-        if not 1 <= depth <= 4096:
-            raise must("StreamQueue", "depth", "from 1 to 4096", depth)
+        if not 2 <= depth <= 4096 or depth & (depth - 1):
+            raise must("StreamQueue", "depth", "a power of two from 2 to 4096", depth)
         self.depth = depth
-        super().__init__(
-            {
-                "i": In(stream.Signature(shape)),
-                "o": Out(stream.Signature(shape)),
-                "level": Out(range(depth + 1)),
-            }
-        )
+        super().__init__({"i": In(stream.Signature(shape)), "o": Out(stream.Signature(shape))})
 
     def elaborate(self, platform: object) -> Module:
         m = Module()
         bits = Shape.cast(self.i.payload.shape()).width
-        m.submodules.fifo = fifo = SyncFIFO(width=bits, depth=self.depth)
+        m.submodules.memory = memory = Memory(shape=bits, depth=self.depth, init=[])
+        write, read = memory.write_port(), memory.read_port(domain="comb")
+        # One bit more than an address tells full from empty.
+        written, taken = Signal(range(2 * self.depth)), Signal(range(2 * self.depth))
         m.d.comb += [
-            fifo.w_data.eq(self.i.payload),
-            fifo.w_en.eq(self.i.valid),
-            self.i.ready.eq(fifo.w_rdy),
-            self.o.payload.eq(fifo.r_data),
-            self.o.valid.eq(fifo.r_rdy),
-            fifo.r_en.eq(self.o.ready),
-            self.level.eq(fifo.level),
+            self.i.ready.eq((written ^ taken) != self.depth),
+            self.o.valid.eq(written != taken),
+            write.addr.eq(written[:-1]),
+            write.data.eq(self.i.payload),
+            write.en.eq(self.i.valid & self.i.ready),
+            read.addr.eq(taken[:-1]),
+            self.o.payload.eq(read.data),
+        ]
+        m.d.sync += [
+            written.eq(written + write.en),
+            taken.eq(taken + (self.o.valid & self.o.ready)),
         ]
         return m

@@ -378,11 +378,10 @@ def test_output_saturations_are_counted() -> None:
     """Rows of the most negative operand whose l lies above the middle of a table interval leave the range."""
     config = CONFIGS["8 to 8 bits"].changed(output_bits=16, output_bytes=8)
     random = np.random.default_rng(5)
-    l = (1 << (config.probability_bits - 1)) + 1023  # noqa: E741
     records = []
     for _ in range(3):
         record = _group(config, random, config.max_width, config.rows)
-        record.denominators[:] = [l, 2048, 4095, 4000][: config.rows]
+        record.denominators[:] = [(1 << 16) - 1, 1 << 16, 3 << 11, (1 << 15) + 31]
         record.sums[:] = -(1 << (config.operand_bits - 1)) * record.denominators[:, None]
         records.append(record)
     records.append(Record(RecordKind.STATUS, tag=77))
