@@ -53,8 +53,8 @@ class _ScoreLayout(data.StructLayout):
 
     Members
     -------
-    word: the score without its last two places
-    carry: these two places are 3, and round up
+    word: the score without its last two places, inverted: ready to be subtracted
+    carry: the difference is to be rounded up; these two places are not 3
     kept: the pair counts
     saturated: it does, and its score was clipped
     """
@@ -194,6 +194,29 @@ class Softmax(wiring.Component):
         m.d.comb += [write.addr.eq(slot), write.data.eq(source), write.en.eq(enable)]
         m.d.comb += [read.addr.eq(read_slot), Value.cast(target).eq(read.data)]
 
+    def _large_memory(
+        self, m: Module, name: str, word: Value, address: Value, enable: Value, read_address: Value
+    ) -> Signal:
+        """A word a step and slot, read with a cycle of latency.
+
+        No word is read while it is written. Synthesis believes that only of a memory that is read without latency
+        and a register that it merges into it.
+        """
+        memory = Memory(
+            shape=unsigned(len(word)),
+            depth=self.params.slots * self.config.pass_steps,
+            init=[],
+            attrs={"ram_style": "block", "no_rw_check": 1},
+        )
+        m.submodules[f"{name}_memory"] = memory
+        write = memory.write_port()
+        read = memory.read_port(domain="comb")
+        data_out = Signal(len(word), name=f"{name}_read", reset_less=True)
+        m.d.comb += [write.addr.eq(address), write.data.eq(word), write.en.eq(enable)]
+        m.d.comb += read.addr.eq(read_address)
+        m.d.sync += data_out.eq(read.data)
+        return data_out
+
     def _clip(self, m: Module) -> None:
         """Cycle 1: scores of 22 bits with their flags, written to the score buffer."""
         c, p = self.config, self.params
@@ -218,30 +241,22 @@ class Softmax(wiring.Component):
                 x = self.i_data[r][s]
                 sign, over = x[-1], x[SCORE_BITS - 1 :]
                 clipped = Signal(name=f"clipped_{r}_{s}")
-                limit = Cat((~sign).replicate(_WORD_BITS - 1), sign)
+                limit = Cat(sign.replicate(_WORD_BITS - 1), ~sign)
                 score = Signal(_ScoreLayout(), name=f"score_{r}_{s}", reset_less=True)
                 broken = Signal(name=f"broken_{r}_{s}", reset_less=True)  # has a fraction
                 kept = kept_pairs[r][s]
                 m.d.comb += clipped.eq(over.any() & ~over.all())
                 m.d.sync += [
-                    score.word.eq(Mux(clipped, limit, x[_DROPPED_BITS:SCORE_BITS])),
-                    score.carry.eq(Mux(clipped, ~sign, x[:_DROPPED_BITS].all())),
+                    score.word.eq(Mux(clipped, limit, ~x[_DROPPED_BITS:SCORE_BITS])),
+                    score.carry.eq(Mux(clipped, sign, ~x[:_DROPPED_BITS].all())),
                     score.kept.eq(kept),
                     score.saturated.eq(kept & clipped),
                     broken.eq(Mux(clipped, ~sign, x[:SCORE_FRACTION_BITS].any())),
                 ]
                 words.append(score.as_value())
                 # The ceiling rises with this number: the integer part, then whether there is a fraction.
-                self._keys[r].append((Cat(broken, score.word[TABLE_BITS:]).as_signed(), score.kept))
+                self._keys[r].append((Cat(broken, ~score.word[TABLE_BITS:]).as_signed(), score.kept))
 
-        self._score_memory = Memory(
-            shape=unsigned(len(Cat(*words))),
-            depth=p.slots * c.pass_steps,
-            init=[],
-            attrs={"ram_style": "block", "no_rw_check": 1},
-        )
-        m.submodules.score_memory = self._score_memory
-        write = self._score_memory.write_port()
         s1_valid = Signal()
         s1_slot = Signal.like(self.i_slot, reset_less=True)
         s1_step = Signal.like(self.i_step, reset_less=True)
@@ -252,7 +267,11 @@ class Softmax(wiring.Component):
             s1_step.eq(self.i_step),
             s1_first.eq(self._bounds.first),
         ]
-        m.d.comb += [write.addr.eq(Cat(s1_step, s1_slot)), write.data.eq(Cat(*words)), write.en.eq(s1_valid)]
+        address = Cat(s1_step, s1_slot)
+        self._buffer_address = Signal(len(address))
+        self._buffered = self._large_memory(
+            m, "score", Cat(*words), address, s1_valid, self._buffer_address
+        )
         levels = p.tree_levels
         self._step_valid = _Line(m, "step_valid", s1_valid, levels, reset_less=False)
         self._step_restart = _Line(m, "step_restart", s1_first & (s1_step == 0), levels)
@@ -396,10 +415,9 @@ class Softmax(wiring.Component):
         """Cycles 1 to 7: probabilities of one key, written to their buffer."""
         c, p = self.config, self.params
         segment_bits = _log2(c.segments)
-        read = self._score_memory.read_port()
-        m.d.comb += read.addr.eq(Cat(self._key[0][segment_bits:], self._slot[0]))
-        buffered = data.ArrayLayout(data.ArrayLayout(_ScoreLayout(), c.segments), c.rows)
-        words = data.View(buffered, read.data)
+        m.d.comb += self._buffer_address.eq(Cat(self._key[0][segment_bits:], self._slot[0]))
+        layout = data.ArrayLayout(data.ArrayLayout(_ScoreLayout(), c.segments), c.rows)
+        words = data.View(layout, self._buffered)
 
         w, table = c.probability_bits, _table(c.probability_bits)
         self._p: list[Signal] = []
@@ -411,18 +429,19 @@ class Softmax(wiring.Component):
             m.d.sync += s2_score.eq(Array(words[r][s].as_value() for s in range(c.segments))[segment])
             self._saturated.append(s2_score.saturated)
 
-            # δ without its last two places, rounded half up: the addition carries in unless they were 3.
+            # δ without its last two places, rounded half up; the bit below both addends carries in.
             s3_delta = Signal(MAXIMUM_BITS + TABLE_BITS, name=f"s3_delta_{r}", reset_less=True)
             s3_kept = Signal(name=f"s3_kept_{r}", reset_less=True)
             top = Cat(Const(1, 1), Const(0, TABLE_BITS), self._maximum[r])
             word = Cat(s2_score.carry, s2_score.word, s2_score.word[-1])
-            m.d.sync += [s3_delta.eq((top + ~word)[1:]), s3_kept.eq(s2_score.kept)]
+            m.d.sync += [s3_delta.eq((top + word)[1:]), s3_kept.eq(s2_score.kept)]
 
             exponent = s3_delta[TABLE_BITS:]
             s4_shift = Signal(p.shift_bits, name=f"s4_shift_{r}", reset_less=True)
             s4_zero = Signal(name=f"s4_zero_{r}", reset_less=True)
             s5_shift = Signal.like(s4_shift, name=f"s5_shift_{r}")
             s5_entry = Signal(w + 2, name=f"s5_entry_{r}", reset_less=True)
+            s5_half = Signal(name=f"s5_half_{r}", reset_less=True)
             if rom is None:
                 rom = Memory(
                     shape=unsigned(w + 2), depth=len(table), init=table, attrs={"rom_style": "block"}
@@ -437,39 +456,29 @@ class Softmax(wiring.Component):
                 s4_zero.eq(~s3_kept | exponent[p.shift_bits :].any()),
                 s5_shift.eq(s4_shift),
                 s5_entry.eq(port.data),
+                s5_half.eq(s4_shift == w + 1),
             ]
             with m.If(s4_zero):
                 m.d.sync += s5_entry.eq(0)
 
-            s6_shifted = Signal(w + 2, name=f"s6_shifted_{r}", reset_less=True)
-            m.d.sync += s6_shifted.eq(_shift_right(s5_entry, s5_shift))
-            # The last place decides the rounding.
-            rounded = Signal(w + 1, name=f"rounded_{r}")
+            # The last place decides the rounding. Only a fraction of 0 has half of the last place of p left.
+            s6_shifted = Signal(w + 1, name=f"s6_shifted_{r}", reset_less=True)
             s7_p = Signal(w, name=f"s7_p_{r}", reset_less=True)
-            m.d.comb += rounded.eq((s6_shifted + 1) >> 1)
-            m.d.sync += s7_p.eq(rounded)
-            with m.If(rounded[w]):
-                m.d.sync += s7_p.eq(-1)
+            half = s5_half & s5_entry[w + 1]
+            m.d.sync += [
+                s6_shifted.eq(_shift_right(s5_entry[: w + 1], s5_shift) | half),
+                s7_p.eq((s6_shifted + 1) >> 1),
+            ]
             self._p.append(s7_p)
 
         stage = p.probability_stage
         for s in range(c.segments):
-            memory = Memory(
-                shape=unsigned(c.rows * w),
-                depth=p.slots * c.pass_steps,
-                init=[],
-                attrs={"ram_style": "block", "no_rw_check": 1},
-            )
-            m.submodules[f"p_memory_{s}"] = memory
-            write, p_read = memory.write_port(), memory.read_port()
-            m.d.comb += [
-                write.addr.eq(Cat(self._key[stage][segment_bits:], self._slot[stage])),
-                write.data.eq(Cat(*self._p)),
-                write.en.eq(self._valid[stage] & (self._key[stage][:segment_bits] == s)),
-                p_read.addr.eq(Cat(self.p_feed, self.p_slot)),
-            ]
-            fetched = Signal.like(p_read.data, name=f"p_fetched_{s}", reset_less=True)
-            m.d.sync += fetched.eq(p_read.data)
+            address = Cat(self._key[stage][segment_bits:], self._slot[stage])
+            enable = self._valid[stage] & (self._key[stage][:segment_bits] == s)
+            read_address = Cat(self.p_feed, self.p_slot)
+            read = self._large_memory(m, f"p_{s}", Cat(*self._p), address, enable, read_address)
+            fetched = Signal.like(read, name=f"p_fetched_{s}")
+            m.d.sync += fetched.eq(read)
             for r in range(c.rows):
                 m.d.comb += self.p_data[r][s].eq(fetched.word_select(r, w))
         m.d.comb += self.done.eq(self._end[stage])
@@ -594,5 +603,11 @@ def _shift_right(value: Value, amount: Value) -> Value:
 
 
 def _table(probability_bits: int) -> list[int]:
-    """2^−x in w + 1 places, those of a probability of 1, and one more to round."""
-    return [int(entry) >> (MANTISSA_BITS - 1 - probability_bits) for entry in exponential_table()]
+    """2^−x in w places and one more to round, less than what would be rounded to 2^w; above, whether x is 0.
+
+    The clipping shows where nothing is shifted out, as it must. After a shift the rounding gives what it gives
+    without clipping, but for x = 0 with a shift of w + 1, which leaves exactly half a place.
+    """
+    limit = (1 << (probability_bits + 1)) - 2
+    entries = [int(entry) >> (MANTISSA_BITS - 1 - probability_bits) for entry in exponential_table()]
+    return [min(entry, limit) | ((n == 0) << (probability_bits + 1)) for n, entry in enumerate(entries)]
