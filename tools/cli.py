@@ -1,7 +1,7 @@
 """The command ``dtp``.
 
-Exit status: 0, 1 when a comparison failed, 2 for bad input, 3 for a missing tool, 130 after Ctrl-C. Results go to
-standard output; progress and the one line that says what is wrong go to standard error.
+Exit status: 0, 1 when a comparison failed or the simulator broke, 2 for bad input, 3 for a missing tool, 130 after
+Ctrl-C. Results go to standard output; progress and the line that says what is wrong go to standard error.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rich.table import Table
 from dtp.config import PRESETS
 from dtp.errors import DtpError, MissingToolError, must
 from dtp.workload import Mode
+from sim.bench.stream import SimulationError
 from tools import verbs
 from tools.verbs import Progress
 
@@ -73,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), MISSING_TOOL)
     except DtpError as error:
         return _complain(str(error), BAD_INPUT)
+    except SimulationError as error:
+        lines = str(error).splitlines()
+        return _complain(" … ".join(dict.fromkeys((lines[0], lines[-1]))), FAILED)
     except MemoryError as error:
         return _complain(f"not enough memory: {error}", BAD_INPUT)
     except BrokenPipeError:

@@ -616,6 +616,8 @@ def cosim(
         As :func:`simulate`; stalls out of range; a waveform file that cannot be written.
     MissingToolError
         A program of the co-simulation is not installed.
+    SimulationError
+        The simulator could not be built, or left no result.
     """
     start = time.monotonic()
     config, workload = as_config(config), as_workload(workload)
@@ -662,6 +664,7 @@ def cosim(
 
 def stream_job(config: Config, heads: Sequence[Any], total_cycles: int, stalls: float, seed: int) -> Any:
     """All heads back to back as one :class:`~sim.bench.StreamJob`, given up after a multiple of the cycles."""
+    from dtp.job import output_beats
     from sim.bench import StreamJob
 
     parts = [head.beats(config) for head in heads]
@@ -671,6 +674,7 @@ def stream_job(config: Config, heads: Sequence[Any], total_cycles: int, stalls: 
         beats=np.concatenate(parts),
         last=last,
         packets=len(heads),
+        output_beats=sum(output_beats(config, head.job) for head in heads),
         timeout_cycles=int((3 * total_cycles + 10_000) / (1.0 - stalls) ** 2),
         source_stall=stalls,
         sink_stall=stalls,

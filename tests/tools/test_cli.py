@@ -18,9 +18,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from dtp.config import PRESETS, Config
+from dtp.errors import DtpError
 from dtp.workload import Workload
 from tools import cli, verbs
 from tools.fpga import FpgaReport, Resources
+from tools.hardware_accuracy import HardwareAccuracy
 from tools.workloads import random_workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -468,3 +470,123 @@ def test_interrupt_of_the_process(workload: Path, tmp_path: Path) -> None:
     assert process.returncode == 130
     assert err == "dtp: interrupted\n"
     assert not list(tmp_path.iterdir())
+
+
+# ---- demo --------------------------------------------------------------------------------------------------
+
+
+def fake_report(config_hash: str) -> FpgaReport:
+    return FpgaReport(
+        name="tiny",
+        device="LFE5U-85F",
+        lut4=7000,
+        ff=60,
+        dsp=5,
+        bram=4,
+        fmax_mhz=101.5,
+        target_mhz=200.0,
+        clocks_mhz={"clk": 101.5},
+        per_unit={},
+        critical_path=(),
+        capacity=Resources(1, 1, 1, 1),
+        router="router1",
+        seed=1,
+        seed_runs=(),
+        wall_s=1.0,
+        tool_versions={},
+        config_hash=config_hash,
+    )
+
+
+@pytest.fixture
+def demo_parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A demo on ``tiny`` with one small workload; what each part answers can be changed in the returned dict."""
+    import tools.demo
+    import tools.hardware_accuracy
+
+    made = random_workload(tokens=16, width=8, heads=1, mode="dot", kept=1.0, causal=False, seed=2, block=None)
+    parts: dict[str, Any] = {
+        "differences": (),
+        "accuracy": HardwareAccuracy("tiny", 100, 899, 0.98, 0.97, 1, True, 1.0),
+        "report": fake_report(TINY.hash),
+        "torch": True,
+    }
+
+    def cosim(config: Config, workload: Workload, **_: Any) -> verbs.CosimResult:
+        model = verbs.simulate(config, workload, reference=False)
+        fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+        return verbs.CosimResult(
+            **fields,
+            bit_exact=not parts["differences"],
+            outputs_compared=128,
+            cycles_rtl=model.cycles_model,
+            cycles_equal=True,
+            differences=parts["differences"],
+            stall_probability=0.0,
+            seed=0,
+            sim_cycles=300,
+            sim_cycles_per_s=1e5,
+            waves=None,
+        )
+
+    monkeypatch.setattr(tools.demo, "DEFAULT_PRESET", "tiny")
+    monkeypatch.setattr(tools.demo, "_workloads", lambda _torch: [("small", made)])
+    monkeypatch.setattr(tools.demo, "cosim", cosim)
+    monkeypatch.setattr(tools.demo, "find_spec", lambda _name: parts["torch"] or None)
+    monkeypatch.setattr(tools.demo, "load_committed", lambda _name: parts["report"])
+    monkeypatch.setattr(tools.demo, "fpga", lambda _config, **_: fake_report("fresh0000000"))
+    monkeypatch.setattr(tools.hardware_accuracy, "measure", lambda *_, **__: parts["accuracy"])
+    return parts
+
+
+def test_demo_passes_and_writes_every_key(run: Run, demo_parts: dict[str, Any]) -> None:
+    status, out, _ = run("demo", "--json", "d.json")
+    assert status == 0 and "FAIL" not in out
+    assert "PASS" in out.splitlines()[-1]
+    assert "100 of 899 held-out images" in out and "101.5 MHz" in out and TINY.hash in out
+    table = json.loads(Path("d.json").read_text())
+    for key in ("bit_exact", "outputs_compared", "cycles_rtl", "cycles_model", "array_utilisation", "macs", "sqnr_db",
+                "sqnr_floor_db", "lut4", "ff", "dsp", "bram", "fmax_mhz", "wall_s", "sim_cycles_per_s"):  # fmt: skip
+        assert key in table
+    assert table["bit_exact"] is True and table["lut4"] == 7000
+
+
+def test_demo_fails_with_one_difference(run: Run, demo_parts: dict[str, Any]) -> None:
+    demo_parts["differences"] = ("head 0: 1 of 128 outputs differ",)
+    status, out, _ = run("demo")
+    assert status == 1
+    assert "1 of 128 outputs differ" in out and "FAIL" in out.splitlines()[-1]
+
+
+def test_demo_fails_with_lost_accuracy(run: Run, demo_parts: dict[str, Any]) -> None:
+    demo_parts["accuracy"] = dataclasses.replace(demo_parts["accuracy"], passed=False)
+    status, out, _ = run("demo")
+    assert status == 1 and "FAIL" in out.splitlines()[-1]
+
+
+def test_demo_says_what_is_stale_or_missing(run: Run, demo_parts: dict[str, Any]) -> None:
+    demo_parts["report"] = fake_report("other0000000")
+    assert "stale" in run("demo")[1]
+    assert "fresh0000000" in run("demo", "--fpga")[1]
+    demo_parts["report"] = None
+    demo_parts["torch"] = False
+    status, out, _ = run("demo")
+    assert status == 0
+    assert "no committed report of tiny" in out and "pip install torch==" in out
+
+
+# ---- digits with the processor's arithmetic ----------------------------------------------------------------
+
+
+def test_hardware_accuracy_of_some_digits() -> None:
+    pytest.importorskip("torch")
+    from tools.hardware_accuracy import measure
+
+    found = measure(Config.load("ecp5-85k"), 20, batch=8)
+    assert (found.images, found.held_out) == (20, 899)
+    assert found.passed and found.float_accuracy > 0.9
+    assert abs(found.float_accuracy - found.hardware_accuracy) <= 0.05
+    with pytest.raises(DtpError, match=r"images must be an integer in 1\.\.899, not 900"):
+        measure(Config.load("ecp5-85k"), 900)
+    with pytest.raises(DtpError, match="width"):
+        measure(TINY, 1)
