@@ -1,16 +1,17 @@
 """MAC array of the attention tile: parameters, schedule and integer golden model.
 
-``rows`` × ``segments`` dot products of ``block`` lanes a cycle. The *stationary* operand X (a query, later the
-probabilities) belongs to a row and is shared by the segments; the *moving* operand Y (keys, later values) belongs to
-a segment and is broadcast to the rows:
+``rows`` × ``segments`` dot products of ``block`` lanes a cycle. The *stationary* operand X (a query, later
+the probabilities) belongs to a row and is shared by the segments; the *moving* operand Y (keys, later values)
+belongs to a segment and is broadcast to the rows:
 
     sum[row, segment]  = Σ_lane X[row, lane] · Y[segment, lane]
     term[row, segment] = round_shift(sum, shift)
     base[row, segment] = init[segment] if first else round_shift(memory[row, segment, addr], rescale[row])
     memory[row, segment, addr] = base + term
 
-One array serves scores and probabilities × values [GR §10.2]; ``init`` carries the per-key bias of a score, ``shift``
-the power-of-two scale of a group of lanes, ``rescale`` the falling of old sums when a row's running maximum rises.
+One array serves scores and probabilities × values [GR §10.2]; ``init`` carries the per-key bias of a score,
+``shift`` the power-of-two scale of a group of lanes, ``rescale`` the falling of old sums when a row's running
+maximum rises.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dtp.fixed import Int, round_shift, signed_range
 MULTIPLIER_CYCLES = 2
 #: Bits of a row's rescale amount, 0 … 31.
 RESCALE_BITS = 5
-#: Low bits of the rescale amount that are applied in the cycle of the accumulating adder; the others come before.
+#: Low bits of the rescale amount that are applied in the cycle of the accumulating adder, the others before.
 RESCALE_FINE_BITS = 2
 
 
@@ -86,7 +87,8 @@ class ArrayParams:
         if self.segments < 1 or self.block % self.segments:
             raise must(owner, "segments", f"a divisor of block {self.block}", self.segments)
         if self.feed_cycles < 4:
-            rule = f"at most block / 4 = {self.block // 4} (an accumulator is revisited after block / segments cycles)"
+            most = self.block // 4
+            rule = f"at most block / 4 = {most} (an accumulator is revisited after block / segments cycles)"
             raise must(owner, "segments", rule, self.segments)
         if not self.sum_bits <= self.acc_bits <= 48:
             raise must(owner, "acc_bits", f"from {self.sum_bits} (one sum) to 48", self.acc_bits)
@@ -170,13 +172,18 @@ class ArrayParams:
         return self.feed_cycles > 4
 
     @property
+    def keep_cycle(self) -> int:
+        """Old accumulators at the last register before their rescale, which a first step clears."""
+        return self.result_cycle - 3
+
+    @property
     def read_cycle(self) -> int:
-        """Read address at the accumulator memory: ahead of the result by memory, register, coarse and fine rescale."""
-        return self.result_cycle - (4 if self.read_registered else 3)
+        """Read address at the accumulator memory."""
+        return self.keep_cycle - (1 if self.read_registered else 0)
 
     @property
     def revisit_cycles(self) -> int:
-        """Least distance in cycles of two steps with the same address, the second not ``first``; never more than 5."""
+        """Least distance in cycles of two steps with one address, the second not ``first``; never more than 5."""
         return self.result_cycle - self.read_cycle + 1
 
 
@@ -187,7 +194,7 @@ def wrap(x: ArrayLike, bits: int) -> Int:
 
 
 def golden_step(params: ArrayParams, stationary: ArrayLike, moving: ArrayLike, shift: int) -> Int:
-    """Terms of one step, (rows, segments): dot products of (rows, block) with (segments, block), shifted, rounded."""
+    """Terms of one step, (rows, segments): dot products of (rows, block) with (segments, block), shifted."""
     x = np.asarray(stationary, dtype=np.int64)
     y = np.asarray(moving, dtype=np.int64)
     for name, value, shape in (

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 from amaranth.hdl import Cat, Module, Mux, Shape, Signal, Value, signed, unsigned
 from amaranth.lib import data, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from dtp.array import RESCALE_BITS, RESCALE_FINE_BITS, ArrayParams
-from rtl.lib.multiplier import MultiplexedAdder, Multiplier, Target
+from rtl.lib.multiplier import CopyRegister, MultiplexedAdder, Multiplier, Target
 
 __all__ = ["MacArray", "StepLayout"]
+
+#: Rows that share the last register of what every row is told; their multipliers fill a corner of a large chip.
+_ROWS_PER_COPY = 2
+#: Rows that share the enable of a swap. Four multipliers share the enable wires of an ECP5 block; few copies leave
+#: the placer free to mix rows in it.
+_ROWS_PER_SWAP = 4
 
 
 class StepLayout(data.StructLayout):
@@ -47,16 +56,16 @@ class StepLayout(data.StructLayout):
 class MacArray(wiring.Component):
     """``rows`` × ``segments`` dot products of ``block`` lanes a cycle, accumulated in place.
 
-    Arithmetic: :class:`dtp.array.GoldenArray`, bit for bit. A pipeline of fixed latency without back-pressure: it
-    takes a feed and a step in every cycle, outputs come in the order of the steps that emit, exactly
+    Arithmetic: :class:`dtp.array.GoldenArray`, bit for bit. A pipeline of fixed latency without back-pressure:
+    it takes a feed and a step in every cycle, outputs come in the order of the steps that emit, exactly
     ``params.latency`` cycles after them.
 
     The caller keeps one promise: two steps of the same ``addr``, the second not ``first``, are at least
     ``params.revisit_cycles`` cycles apart (never more than ``block / segments`` or 5).
 
-    Feeds fill a shadow operand, ``segments`` lanes of every row a feed: lane l comes with feed l // segments, at
-    position l % segments. A step with ``swap`` takes the last ``block`` lanes fed in earlier cycles; a feed of the same
-    cycle belongs to the next chunk.
+    Feeds fill a shadow operand, ``segments`` lanes of every row a feed: lane l comes with feed l // segments,
+    at position l % segments. A step with ``swap`` takes the last ``block`` lanes fed in earlier cycles; a feed
+    of the same cycle belongs to the next chunk.
 
     Parameters
     ----------
@@ -97,27 +106,36 @@ class MacArray(wiring.Component):
         m = Module()
         p = self.params
 
-        # Control, one register a cycle from the port to the cycle in which it acts.
+        # Control, one register a cycle from the port to the cycle before the one in which it acts. The register
+        # of that last cycle comes in copies, one for a few rows each.
         valid = _Line(m, "valid", self.step_valid, p.result_cycle, reset_less=False)
-        addr = _Line(m, "addr", self.step.addr, p.result_cycle)
-        first = _Line(m, "first", self.step.first, p.term_cycle)
-        shift = _Line(m, "shift", self.step.shift, p.sum_cycle)
+        addr = _Line(m, "addr", self.step.addr, p.result_cycle - 1)
+        first = _Line(m, "first", self.step.first, p.term_cycle - 1)
+        shift = _Line(m, "shift", self.step.shift, p.sum_cycle - 1)
         emit = _Line(m, "emit", self.step.emit, p.result_cycle)
         tag = _Line(m, "tag", self.step.tag, p.result_cycle)
-        moving = _Line(m, "moving", self.step.data.as_value(), p.operand_cycle)
         init = _Line(m, "init", self.step.init.as_value(), p.term_cycle - 1)
-
-        swap = Signal()
-        m.d.sync += swap.eq(self.step_valid & self.step.swap)
-        # Initial values of a first step, 0 of the others: or-ed to an old accumulator that is 0 in a first step.
-        init_or_zero = Signal.like(init[0], reset_less=True)
-        m.d.sync += init_or_zero.eq(Mux(first[p.term_cycle - 1], init[p.term_cycle - 1], 0))
+        init_or_zero = Mux(first[p.term_cycle - 1], init[p.term_cycle - 1], 0)
 
         for row in range(p.rows):
-            active = self._stationary(m, row)
-            rescale = self._rescale(m, row, first)
+            if row % _ROWS_PER_COPY == 0:
+                copy = functools.partial(self._copy, m, row // _ROWS_PER_COPY)
+                told = _Told(
+                    moving=copy("moving", self.step.data.as_value()),
+                    fed=copy("fed", self.feed_valid),
+                    shift=copy("shift", shift[p.sum_cycle - 1]),
+                    read_addr=copy("read_addr", addr[p.read_cycle - 1]),
+                    first=copy("first", first[p.keep_cycle - 1]),
+                    init_or_zero=copy("init_or_zero", init_or_zero),
+                    write=copy("write", valid[p.result_cycle - 1]),
+                    write_addr=copy("write_addr", addr[p.result_cycle - 1]),
+                )
+            if row % _ROWS_PER_SWAP == 0:
+                swap = self._copy(m, row // _ROWS_PER_SWAP, "swap", self.step_valid & self.step.swap)
+            active = self._stationary(m, row, told.fed)
+            rescale = self._rescale(m, row, first[p.operand_cycle])
             for segment in range(p.segments):
-                lanes = moving[p.operand_cycle][segment * p.block * p.moving_bits :]
+                lanes = told.moving[segment * p.block * p.moving_bits :]
                 products: list[Value] = []
                 for lane in range(p.block):
                     multiplier = Multiplier(p.row_bits, p.moving_bits, target=self._target)
@@ -130,10 +148,9 @@ class MacArray(wiring.Component):
                     products.append(multiplier.o)
                 name = f"{row}_{segment}"
                 total = _tree(m, name, products)
-                term = self._term(m, name, total, shift[p.sum_cycle])
-                start = init_or_zero[segment * p.init_bits :][: p.init_bits].as_signed()
-                result = self._accumulate(m, name, term, start, first, rescale, addr, valid[p.result_cycle])
-                m.d.comb += self.o_data[row][segment].eq(result)
+                term = self._term(m, name, total, told.shift)
+                start = told.init_or_zero[segment * p.init_bits :][: p.init_bits].as_signed()
+                m.d.comb += self.o_data[row][segment].eq(self._accumulate(m, name, term, start, rescale, told))
 
         m.d.comb += [
             self.o_valid.eq(valid[p.result_cycle] & emit[p.result_cycle]),
@@ -141,15 +158,18 @@ class MacArray(wiring.Component):
         ]
         return m
 
-    def _stationary(self, m: Module, row: int) -> list[Signal]:
+    def _copy(self, m: Module, group: int, name: str, source: Value) -> Value:
+        """The source one cycle later, in a register of this group's own."""
+        register = CopyRegister(len(source), target=self._target)
+        m.submodules[f"{name}_{group}"] = register
+        m.d.comb += register.i.eq(source)
+        return register.o
+
+    def _stationary(self, m: Module, row: int, fed_valid: Value) -> list[Signal]:
         """Port register and shift chain of one row's stationary operand: what a swap of this cycle takes."""
         p = self.params
         fed = [Signal(signed(p.row_bits), name=f"fed_{row}_{n}", reset_less=True) for n in range(p.segments)]
-        fed_valid = Signal(name=f"fed_valid_{row}")
-        m.d.sync += fed_valid.eq(self.feed_valid)
-        shadow = [
-            Signal(signed(p.row_bits), name=f"shadow_{row}_{n}", reset_less=True) for n in range(p.block)
-        ]
+        shadow = [Signal(signed(p.row_bits), name=f"shadow_{row}_{n}", reset_less=True) for n in range(p.block)]
         for position in range(p.segments):
             m.d.sync += fed[position].eq(self.feed_data[row][position])
         with m.If(fed_valid):
@@ -157,12 +177,12 @@ class MacArray(wiring.Component):
                 m.d.sync += shadow[lane].eq(source)
         return shadow
 
-    def _rescale(self, m: Module, row: int, first: _Line) -> _Line:
+    def _rescale(self, m: Module, row: int, first: Value) -> _Line:
         """One row's rescale amount in every cycle, 0 in a first step."""
         p = self.params
         amount = _Line(m, f"rescale_{row}", self.rescale[row], p.operand_cycle)[p.operand_cycle]
         used = Signal(RESCALE_BITS, name=f"rescale_used_{row}")
-        m.d.comb += used.eq(Mux(first[p.operand_cycle], 0, amount))
+        m.d.comb += used.eq(Mux(first, 0, amount))
         return _Line(m, f"rescale_used_{row}", used, p.term_cycle, start=p.operand_cycle)
 
     def _term(self, m: Module, name: str, total: Signal, shift: Value) -> Signal:
@@ -187,33 +207,23 @@ class MacArray(wiring.Component):
         m.d.sync += term.eq(adder.o)
         return term
 
-    def _accumulate(
-        self,
-        m: Module,
-        name: str,
-        term: Signal,
-        start: Value,
-        first: _Line,
-        rescale: _Line,
-        addr: _Line,
-        write: Value,
-    ) -> Signal:
+    def _accumulate(self, m: Module, name: str, term: Signal, start: Value, rescale: _Line, told: _Told) -> Signal:
         """Read, rescale, add, write back: the new accumulator, seen in ``result_cycle``."""
         p = self.params
         # A read of the address that is being written never matters: synthesis need not compare addresses.
         memory = Memory(shape=signed(p.acc_bits), depth=p.acc_depth, init=[], attrs={"no_rw_check": 1})
         m.submodules[f"memory_{name}"] = memory
         read = memory.read_port(domain="comb")
-        m.d.comb += read.addr.eq(addr[p.read_cycle])
+        m.d.comb += read.addr.eq(told.read_addr)
         old: Value = read.data
         if p.read_registered:
             word = Signal(signed(p.acc_bits), name=f"word_{name}", reset_less=True)
             m.d.sync += word.eq(old)
             old = word
-        # Seen two cycles before the result; 0 in a first step.
-        coarse_cycle, fine_cycle = p.result_cycle - 2, p.result_cycle - 1
+        coarse_cycle, fine_cycle = p.keep_cycle + 1, p.keep_cycle + 2
+        # 0 in a first step.
         kept = Signal(signed(p.acc_bits), name=f"kept_{name}", reset_less=True)
-        m.d.sync += kept.eq(Mux(first[coarse_cycle - 1], 0, old))
+        m.d.sync += kept.eq(Mux(told.first, 0, old))
         # As for the sum, a bit below the accumulator collects the rounding bit.
         shifted: Value = Cat(0, kept).as_signed()
         for level in reversed(range(RESCALE_FINE_BITS, RESCALE_BITS)):
@@ -237,12 +247,26 @@ class MacArray(wiring.Component):
         ]
         m.d.sync += result.eq(adder.o)
         port = memory.write_port()
-        m.d.comb += [port.addr.eq(addr[p.result_cycle]), port.data.eq(result), port.en.eq(write)]
+        m.d.comb += [port.addr.eq(told.write_addr), port.data.eq(result), port.en.eq(told.write)]
         return result
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What a few rows are told, each in the cycle in which it acts."""
+
+    moving: Value
+    fed: Value
+    shift: Value
+    read_addr: Value
+    first: Value
+    init_or_zero: Value
+    write: Value
+    write_addr: Value
+
+
 class _Line:
-    """A value delayed by registers: ``line[k]`` is what was presented k cycles ago (``start`` at the source)."""
+    """A value delayed by registers: ``line[k]`` was presented k cycles ago; the source itself is ``start``."""
 
     def __init__(
         self, m: Module, name: str, source: Value, cycles: int, *, start: int = 0, reset_less: bool = True

@@ -1,7 +1,8 @@
 """Signed multiplier with registered operands and product, and an adder that swallows a multiplexer.
 
-Both exist twice: as plain Amaranth for simulation and any synthesizer, and as explicit cells of the Lattice ECP5,
-whose synthesis never uses the registers inside a multiplier and never merges a multiplexer into a carry chain.
+Both exist twice: as plain Amaranth for simulation and any synthesizer, and as explicit cells of the Lattice
+ECP5, whose synthesis never uses the registers inside a multiplier and never merges a multiplexer into a carry
+chain.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from amaranth.lib.wiring import In, Out
 from dtp.array import MULTIPLIER_CYCLES
 from dtp.errors import must
 
-__all__ = ["LATENCY", "MultiplexedAdder", "Multiplier", "Target"]
+__all__ = ["LATENCY", "CopyRegister", "MultiplexedAdder", "Multiplier", "Target"]
 
 #: Cycles from operands to product.
 LATENCY = MULTIPLIER_CYCLES
 
 _DSP_BITS = 18
 
-# Tables of one position of a CCU2C: the four-input table reads D C B A as its index and is half the sum; where it reads
-# 0, the carry out is what its low four entries say of B A alone, and where it reads 1, the carry in.
+# Tables of one position of a CCU2C: the four-input table reads D C B A as its index and is half the sum; where
+# it reads 0, the carry out is what its low four entries say of B A alone, and where it reads 1, the carry in.
 #: A ⊕ (D if B else C), carry A: an addend on A, the multiplexer on B, C, D.
 _SUM_TABLE = sum(((n & 1) ^ (n >> (3 if n & 2 else 2) & 1)) << n for n in range(16))
 #: 0 with C held high, carry A: turns a signal into the carry of the next position.
@@ -40,8 +41,9 @@ class Target(enum.Enum):
 class Multiplier(wiring.Component):
     """``o`` is the product of the registered operands, :data:`LATENCY` cycles after them.
 
-    Operand ``a`` is taken only in a cycle with ``a_enable``; ``b`` is taken in every cycle. No reset: the product is
-    undefined until the first ``a_enable``. On ECP5 the whole component is one MULT18X18D with its own registers.
+    Operand ``a`` is taken only in a cycle with ``a_enable``; ``b`` is taken in every cycle. No reset: the
+    product is undefined until the first ``a_enable``. On ECP5 the whole component is one MULT18X18D with its
+    own registers.
 
     Parameters
     ----------
@@ -87,7 +89,7 @@ class Multiplier(wiring.Component):
         return m
 
     def _mult18x18d(self, product: Signal) -> Instance:
-        # Operands at the upper end, zeros below: a sign extension would be one net to half of the cell's inputs.
+        # Operands at the upper end, zeros below: a sign extension would be one net to half of the inputs.
         a = Cat(Const(0, _DSP_BITS - len(self.a)), self.a)
         b = Cat(Const(0, _DSP_BITS - len(self.b)), self.b)
         ports: dict[str, Value] = {f"i_A{n}": a[n] for n in range(_DSP_BITS)}
@@ -126,8 +128,8 @@ class Multiplier(wiring.Component):
 class MultiplexedAdder(wiring.Component):
     """``o = (x1 if select else x0) + y + carry``, modulo 2^width, in one cycle without registers.
 
-    On ECP5 multiplexer and adder share the same carry cells (CCU2C): one four-input table a bit, half of what synthesis
-    finds, and one level of logic less.
+    On ECP5 multiplexer and adder share the same carry cells (CCU2C): one four-input table a bit, half of what
+    synthesis finds, and one level of logic less.
 
     Parameters
     ----------
@@ -197,3 +199,50 @@ class MultiplexedAdder(wiring.Component):
                 o_S1=s1,
                 o_COUT=chain,
             )
+
+
+class CopyRegister(wiring.Component):
+    """``o`` is ``i`` of the cycle before: one of several equal registers that share a large fan-out.
+
+    Synthesis would merge equal registers into one that reaches across the chip; on ECP5 these are explicit cells
+    (TRELLIS_FF), which it leaves alone. Without reset; 0 after configuration.
+
+    Parameters
+    ----------
+    width: bits
+    target: plain description or ECP5 cells
+
+    Members
+    -------
+    i: In(width)
+    o: Out(width)
+    """
+
+    def __init__(self, width: int, *, target: Target = Target.GENERIC) -> None:
+        self._target = target
+        super().__init__({"i": In(width), "o": Out(width)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        if self._target is Target.ECP5:
+            for n in range(len(self.i)):
+                m.submodules[f"bit_{n}"] = Instance(
+                    "TRELLIS_FF",
+                    p_GSR="DISABLED",
+                    p_CEMUX="1",
+                    p_CLKMUX="CLK",
+                    p_LSRMUX="LSR",
+                    p_SRMODE="LSR_OVER_CE",
+                    p_REGSET="RESET",
+                    i_CLK=ClockSignal(),
+                    i_LSR=Const(0, 1),
+                    i_CE=Const(1, 1),
+                    i_DI=self.i[n],
+                    i_M=Const(0, 1),
+                    o_Q=self.o[n],
+                )
+        else:
+            register = Signal(len(self.i), reset_less=True)
+            m.d.sync += register.eq(self.i)
+            m.d.comb += self.o.eq(register)
+        return m

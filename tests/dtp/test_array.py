@@ -58,7 +58,13 @@ def test_derived_figures_of_the_presets() -> None:
 
 @pytest.mark.parametrize("params", [TINY, ECP5, WIDE], ids=["tiny", "ecp5", "wide"])
 def test_schedule_runs_forward_and_fits_the_revisit_distance(params: ArrayParams) -> None:
-    cycles = [params.operand_cycle, params.product_cycle, params.sum_cycle, params.term_cycle, params.result_cycle]
+    cycles = [
+        params.operand_cycle,
+        params.product_cycle,
+        params.sum_cycle,
+        params.term_cycle,
+        params.result_cycle,
+    ]
     assert cycles == sorted(set(cycles))
     assert params.latency == params.result_cycle <= 10
     assert 1 <= params.read_cycle < params.result_cycle

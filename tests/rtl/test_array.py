@@ -16,10 +16,27 @@ PARAMS = {
     "ecp5": ArrayParams(rows=8, segments=1, block=16, acc_depth=80),
     "wide": ArrayParams(rows=16, segments=4, block=16, acc_depth=20),
     "least": ArrayParams(
-        rows=1, segments=1, block=4, row_bits=2, moving_bits=2, acc_bits=6, acc_depth=5, init_bits=6, shift_max=1, tag_bits=1
+        rows=1,
+        segments=1,
+        block=4,
+        row_bits=2,
+        moving_bits=2,
+        acc_bits=6,
+        acc_depth=5,
+        init_bits=6,
+        shift_max=1,
+        tag_bits=1,
     ),
     "segments": ArrayParams(
-        rows=3, segments=2, block=8, row_bits=9, moving_bits=8, acc_bits=40, acc_depth=9, init_bits=17, shift_max=15
+        rows=3,
+        segments=2,
+        block=8,
+        row_bits=9,
+        moving_bits=8,
+        acc_bits=40,
+        acc_depth=9,
+        init_bits=17,
+        shift_max=15,
     ),
 }
 
@@ -185,7 +202,10 @@ def test_stimulus_reaches_every_shift_rescale_and_distance() -> None:
     steps = [(cycle, step) for cycle, step in enumerate(stimulus.steps) if step is not None]
     assert {step.shift for _, step in steps} == set(range(8))
     assert {int(amount) for _, step in steps if not step.first for amount in step.rescale} == set(range(32))
-    assert any(feed is not None and step is not None and step.swap for feed, step in zip(stimulus.feeds, stimulus.steps))
+    assert any(
+        feed is not None and step is not None and step.swap
+        for feed, step in zip(stimulus.feeds, stimulus.steps, strict=True)
+    )
     last: dict[int, int] = {}
     distances = set()
     for cycle, step in steps:

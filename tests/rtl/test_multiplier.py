@@ -1,7 +1,7 @@
 """Multiplier and multiplexed adder: the plain description and the ECP5 cells give the same bits.
 
-The plain description runs in Amaranth's simulator against whole numbers. Both run side by side in Verilator, the cells
-as behavioural models of exactly the configuration in use, and so does an array built of each.
+The plain description runs in Amaranth's simulator against whole numbers. Both run side by side in Verilator, the
+cells as behavioural models of exactly the configuration in use, and so does an array built of each.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class MultiplierPair(wiring.Component):
             m.submodules[target.value] = multiplier = Multiplier(a_bits, b_bits, target=target)
             m.d.comb += Cat(multiplier.a, multiplier.b, multiplier.a_enable).eq(self.i)
             products.append(multiplier.o)
-        m.d.comb += self.o.eq(Cat(products[0].as_unsigned(), Const(0, 63 - a_bits - b_bits), products[0] != products[1]))
+        m.d.comb += self.o.eq(
+            Cat(products[0].as_unsigned(), Const(0, 63 - a_bits - b_bits), products[0] != products[1])
+        )
         return m
 
 
@@ -122,7 +124,7 @@ class AdderPair(wiring.Component):
 
 
 class ArrayPair(wiring.Component):
-    """Two arrays under the same hashed stimulus; ``o`` = 48 bits of the plain one's data, valid, and differs (bit 63)."""
+    """Two arrays under one hashed stimulus; ``o`` = 48 bits of the plain one's data, valid, and differs (bit 63)."""
 
     def __init__(self, params: ArrayParams) -> None:
         self._params = params
@@ -142,7 +144,10 @@ class ArrayPair(wiring.Component):
                 array.feed_data.as_value(),
             )
             # Odd multiples of the word: 32 new bits from the upper half of each product.
-            chunks = [(self.i * (0x9E3779B97F4A7C15 + 2 * n * 0x2545F4914F6CDD1D))[32:64] for n in range(-(-len(inputs) // 32))]
+            chunks = [
+                (self.i * (0x9E3779B97F4A7C15 + 2 * n * 0x2545F4914F6CDD1D))[32:64]
+                for n in range(-(-len(inputs) // 32))
+            ]
             m.d.comb += inputs.eq(Cat(*chunks))
         plain, cells = arrays
         data = plain.o_data.as_value()
@@ -287,7 +292,11 @@ def test_carry_cells_equal_plain_adder(run_pair: RunPair, width: int, seed: int)
         for x, y in itertools.product(corners(width), repeat=2)
     ]
     cases += [
-        (int(random.integers(2)), int(random.integers(2)), *(int(v) for v in random.integers(0, 1 << width, 3)))
+        (
+            int(random.integers(2)),
+            int(random.integers(2)),
+            *(int(v) for v in random.integers(0, 1 << width, 3)),
+        )
         for _ in range(3000)
     ]
     mask = (1 << width) - 1
