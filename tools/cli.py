@@ -391,7 +391,7 @@ def cosim_command(
     console = _console()
     console.print(_pairs(f"{workload.name} on {result.config}", rows))
     for line in result.differences:
-        console.print(escape(line))
+        console.print(escape(line), soft_wrap=True)
     console.print(_verdict(result.passed))
     _note(result.note)
     _write_json(json, result)
@@ -456,45 +456,53 @@ def demo_command(
 
 
 def _show_demo(console: Console, result: Any) -> None:
+    found = [case.result for case in result.cases]
     table = Table(title=f"Generated Verilog of {result.config} ({result.config_hash})", title_justify="left")
-    for name in ("workload", "heads", "outputs", "= golden", "cycles", "= model", "array", "SQNR", "floor"):
-        table.add_column(name, justify="left" if name == "workload" else "right")
+    table.add_column("")
     for case in result.cases:
-        found = case.result
-        table.add_row(
-            escape(f"{case.name} ({found.workload.mode})"),
-            str(found.workload.heads),
-            str(found.outputs_compared),
-            _verdict(found.bit_exact),
-            str(found.cycles_rtl),
-            _verdict(bool(found.cycles_equal)),
-            _percent(found.array_utilisation),
-            _decibels(found.sqnr_db),
-            _decibels(found.sqnr_floor_db),
-        )
+        table.add_column(escape(case.name), justify="right")
+    rows = (
+        ("heads × tokens × width", lambda r: f"{r.workload.heads} × {r.workload.tokens} × {r.workload.width}"),
+        ("score", lambda r: r.workload.mode),
+        ("outputs compared", lambda r: str(r.outputs_compared)),
+        ("RTL = golden, every bit", lambda r: _verdict(r.bit_exact)),
+        ("cycles of the RTL", lambda r: "–" if r.cycles_rtl is None else str(r.cycles_rtl)),
+        ("= cycle model, every beat", lambda r: _verdict(bool(r.cycles_equal))),
+        ("array utilisation ¹", lambda r: _percent(r.array_utilisation)),
+        ("SQNR, worst head ²", lambda r: _decibels(r.sqnr_db)),
+        ("quantisation floor ³", lambda r: _decibels(r.sqnr_floor_db)),
+    )
+    for title, shown in rows:
+        table.add_row(title, *(shown(one) for one in found))
     console.print(table)
+    console.print("¹ useful MACs ÷ (cycles × MACs of the array)   ² against PyTorch in float64")
+    console.print("³ what quantising the operands alone leaves")
     for case in result.cases:
         for line in case.result.differences:
-            console.print(escape(f"{case.name}: {line}"))
-    console.print("Array: useful MACs ÷ (cycles × MACs). SQNR: worst head against PyTorch float64; the floor is")
-    console.print("what quantising the operands alone would leave.")
+            console.print(escape(f"{case.name}: {line}"), soft_wrap=True)
+    rest = Table(title="Accuracy and cost", title_justify="left", show_header=False)
+    for _ in range(3):
+        rest.add_column()
     accuracy = result.accuracy
     if accuracy is not None:
-        console.print(
-            f"Digits with the hardware's arithmetic, {accuracy.images} of {accuracy.held_out} held-out images: "
-            f"{_percent(accuracy.hardware_accuracy)} right, float {_percent(accuracy.float_accuracy)}, "
-            f"{accuracy.changed} answers changed {_verdict(accuracy.passed)}"
+        shown_accuracy = (
+            f"{_percent(accuracy.hardware_accuracy)} with the hardware's arithmetic, "
+            f"{_percent(accuracy.float_accuracy)} in float, on {accuracy.images} of {accuracy.held_out} "
+            f"held-out images; answers that differ: {accuracy.changed}"
         )
+        rest.add_row("digit classifier", shown_accuracy, _verdict(accuracy.passed))
     if result.lut4 is not None:
         origin = "placed and routed now" if result.fpga_fresh else "committed report"
-        console.print(
-            f"LFE5U-85F, {origin} of configuration {result.fpga_config_hash}: {result.lut4} LUT4, {result.ff} FF, "
-            f"{result.dsp} DSP, {result.bram} BRAM, {_megahertz(result.fmax_mhz)}"
+        cost = (
+            f"{result.lut4} LUT4, {result.ff} FF, {result.dsp} DSP, {result.bram} BRAM, "
+            f"{_megahertz(result.fmax_mhz)} ({origin}, configuration {result.fpga_config_hash})"
         )
-    if result.fpga_stale:
-        console.print(f"[yellow]{escape(result.fpga_stale)}[/]")
-    for note in result.notes:
-        console.print(f"[yellow]{escape(note)}[/]")
+        rest.add_row("FPGA, LFE5U-85F", cost, "[yellow]STALE[/]" if result.fpga_stale else "")
+    if rest.row_count:
+        console.print(rest)
+    for line in (result.fpga_stale, *result.notes):
+        if line:
+            console.print(f"[yellow]{escape(line)}[/]", soft_wrap=True)
     console.print(f"{_verdict(result.passed)} in {result.wall_s:.0f} s")
 
 

@@ -122,7 +122,7 @@ def _workloads(has_torch: bool) -> list[tuple[str, Workload]]:
         from dtp.reference.digits import split
 
         image = int(split()[1][0])
-        found = [(f"digits, image {image}, layer {layer}", digits_workload([image], layer)) for layer in (0, 1)]
+        found = [(f"digits, layer {layer}", digits_workload([image], layer)) for layer in (0, 1)]
     return [*found, ("MiniLM extract", minilm_extract())]
 
 
