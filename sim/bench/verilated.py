@@ -157,8 +157,14 @@ def build(verilog: Path, driver: str = COCOTB, *, waves: bool = False, cache_dir
     env = tools.environment(cache)
     verilog = verilog.absolute()
     flags = _flags(ports_of(verilog), driver, waves)
+    for path in (cache, verilog, HERE, Path(sys.prefix)):
+        if any(character.isspace() for character in str(path)):
+            raise DtpError(f"make takes no path with a space in it, move {str(path)!r}")
     builds = cache / "cosim"
-    builds.mkdir(parents=True, exist_ok=True)
+    try:
+        builds.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DtpError(f"cache_dir {str(cache)!r} cannot be made: {error.strerror}") from None
     done = builds / _key(verilog, flags, driver, waves, tools, env["MAKEFLAGS"])
     if (done / FEEDER).is_file():
         return done

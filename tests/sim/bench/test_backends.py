@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from amaranth.hdl import Fragment
 
 from dtp.errors import DtpError
 from sim.bench import Backend, SimulationError, StreamFault, StreamJob, StreamResult, run_stream
@@ -170,13 +171,15 @@ def test_waves_come_when_asked_for(backend: Backend, top: Path, tmp_path: Path) 
 
 def test_bench_refuses_what_does_not_fit(top: Path) -> None:
     job = StreamJob(BEATS[:, :4].copy(), timeout_cycles=10)
-    for dut in (top, component()):
+    refused = component()
+    Fragment.get(refused, None)  # Amaranth warns of a component that nobody elaborates
+    for dut in (top, refused):
         with pytest.raises(DtpError, match=r"^StreamJob\.beats has 4 bytes a beat, the processor takes 5: "):
             run_stream(dut, job)
     with pytest.raises(DtpError, match="must be an Amaranth component for amaranth"):
         run_stream(top, job, Backend.AMARANTH)
     with pytest.raises(DtpError, match="must be the path of a Verilog file for cocotb, not Pipeline"):
-        run_stream(component(), job, Backend.COCOTB)
+        run_stream(refused, job, Backend.COCOTB)
     with pytest.raises(DtpError, match="must be None for backend bare"):
         run_stream(top, job, Backend.BARE, waves=Path("x.vcd"))
     with pytest.raises(DtpError, match=r"^object has no stream i with a field data$"):
@@ -195,6 +198,14 @@ def test_ports_are_read_from_the_file(top: Path, tmp_path: Path) -> None:
     other.write_text(re.sub(r"^\s*input abort;", "", top.read_text(), flags=re.MULTILINE))
     with pytest.raises(DtpError, match=r"^module top of .* has no input abort$"):
         ports_of(other)
+
+
+def test_unusable_cache_is_named(top: Path, tmp_path: Path) -> None:
+    with pytest.raises(DtpError, match=r"^make takes no path with a space in it, move '.*/my cache'$"):
+        build(top, BARE, cache_dir=tmp_path / "my cache")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DtpError, match=r"^cache_dir '.*/file/cache' cannot be made: Not a directory$"):
+        build(top, BARE, cache_dir=tmp_path / "file" / "cache")
 
 
 def test_failed_build_leaves_nothing_that_looks_good(top: Path, tmp_path: Path) -> None:
