@@ -97,14 +97,9 @@ class NormaliserParams:
         return SoftmaxParams(self.config).saturation_bits
 
     @property
-    def steps_bits(self) -> int:
-        """Bits of the number of steps of a record."""
-        return max(self.max_steps, self.status_words).bit_length()
-
-    @property
     def row_banks(self) -> int:
-        """Different rows of a word: memories of reciprocals."""
-        return min(self.lanes, self.config.rows)
+        """Memories of reciprocals: one for each row of a word, or of those converted in a cycle if that is more."""
+        return max(min(self.lanes, self.config.rows), self.reciprocal_rows)
 
     @property
     def reciprocal_groups(self) -> int:
@@ -152,18 +147,23 @@ class NormaliserParams:
 
     @property
     def reciprocal_rows(self) -> int:
-        """Rows converted in a cycle: as many as a group takes 8 cycles with, if the banks allow."""
-        return min(max(1, self.config.rows // 8), self.row_banks)
+        """Rows converted in a cycle: as many as the softmax finishes in a cycle."""
+        return SoftmaxParams(self.config).denominator_lanes
 
     @property
     def conversion_cycles(self) -> int:
-        """Cycles that the rows of a group take; ``group_valid`` pulses must be as far apart."""
+        """Cycles that the rows of a group take, at most ``block``."""
         return self.config.rows // self.reciprocal_rows
+
+    @property
+    def group_spacing(self) -> int:
+        """``group_valid`` pulses are as far apart: the softmax takes as long for an item."""
+        return self.config.block
 
     @property
     def reciprocal_cycles(self) -> int:
         """From ``group_valid`` to the first issue that can use its reciprocals."""
-        return self.conversion_cycles + 5
+        return self.conversion_cycles + 3
 
     @property
     def value_cycles(self) -> int:

@@ -33,9 +33,11 @@ class Normaliser(wiring.Component):
     reciprocals of its group and for room in the queue in front of the output; :class:`sim.cycles.normaliser.NormaliserTiming`
     states the cycles. With a sink that never stalls there is no bubble between words, steps and groups.
 
-    The caller keeps three promises. A DATA record is pushed before the first value of its group arrives, values
-    arrive in the order of groups and steps, and ``group_valid`` pulses, one a DATA group and in the same order, are
-    ``params.conversion_cycles`` or more apart and at most ``lookahead + 1`` groups ahead of the records.
+    The caller keeps these promises. A DATA record is pushed before the first value of its group arrives, its steps are whole
+    passes, and values arrive in the order of groups and steps. ``group_valid`` pulses, one a DATA group and in the
+    same order, are ``params.group_spacing`` or more apart and at most ``lookahead + 1`` groups ahead of the records. The rows
+    of ``denominators`` rotate into place: in the cycle n before a pulse, the last ``params.reciprocal_rows`` places
+    show the rows that lie n times as many places further down in the cycle of the pulse.
 
     Stalls: ``record.ready`` is low for a DATA record while ``output_slots`` groups are pushed and not drained, for a STATUS
     record while another one is not out, and for all while 16 records wait.
@@ -52,7 +54,8 @@ class Normaliser(wiring.Component):
         modulo ``output_slots``)
     i_data: In(rows × segments, signed(accumulator_bits))
     group_valid: In(1), ``denominators`` and ``saturations`` of the next group are there
-    denominators: In(rows, unsigned(denominator_bits)); 0 for a row without a kept pair
+    denominators: In(rows, unsigned(denominator_bits)); 0 for a row without a kept pair; only the last
+        ``params.reciprocal_rows`` places are looked at
     saturations: In(count_bits), saturated scores of the group
     o: Out(stream of :class:`OutputLayout`)
     """
@@ -83,7 +86,9 @@ class Normaliser(wiring.Component):
         group_bits = _bits(p.reciprocal_groups)
 
         # Records. Tag, error and lift saturations of the one STATUS record that can wait lie beside the queue.
-        waiting = data.StructLayout({"kind": RecordKind, "steps": unsigned(p.steps_bits), "live_rows": unsigned(c.rows)})
+        waiting = data.StructLayout(
+            {"kind": RecordKind, "last_chunk": range(c.max_chunks), "live_rows": unsigned(c.rows)}
+        )
         m.submodules.records = records = StreamQueue(waiting, p.record_depth)
         head = records.o.payload
         outstanding = Signal(range(c.output_slots + 1))
@@ -98,7 +103,7 @@ class Normaliser(wiring.Component):
             self.record.ready.eq(records.i.ready & may_push),
             records.i.valid.eq(self.record.valid & may_push),
             records.i.payload.kind.eq(record.kind),
-            records.i.payload.steps.eq(Mux(is_status_record, p.status_words, record.steps)),
+            records.i.payload.last_chunk.eq((record.steps >> _bits(c.pass_steps)) - 1),
             records.i.payload.live_rows.eq(record.live_rows),
             push.eq(self.record.valid & self.record.ready),
         ]
@@ -113,26 +118,33 @@ class Normaliser(wiring.Component):
         # Issue of a word: entry and word of the record at the head of the queue.
         is_data, is_status = Signal(), Signal()
         m.d.comb += [is_data.eq(head.kind == RecordKind.DATA), is_status.eq(head.kind == RecordKind.STATUS)]
-        entry, word = Signal(p.steps_bits), Signal(range(max(2, p.step_words)))
-        next_entry = Signal(p.steps_bits)
+        entry = Signal(range(max(p.max_steps, p.status_words)))
+        word = Signal(range(max(2, p.step_words)))
+        pass_bits = _bits(c.pass_steps)
+        pass_end, chunk_end, status_end = Signal(), Signal(), Signal()
+        fresh = Signal(init=1)  # the next word is the record's first
         slot, group = Signal(range(c.output_slots)), Signal(group_bits)
         values_ready, group_ready, room, quiet = Signal(), Signal(), Signal(), Signal()
         issue, word_last, record_last = Signal(), Signal(), Signal()
         m.d.comb += [
-            next_entry.eq(entry + 1),
+            pass_end.eq(entry[:pass_bits].all()),
+            chunk_end.eq(entry[pass_bits : _bits(p.max_steps)] == head.last_chunk),
+            status_end.eq(entry == p.status_words - 1),
             issue.eq(
                 records.o.valid
                 & room
-                & Mux(is_data, values_ready & group_ready, ~is_status | quiet | entry.any())
+                & Mux(is_data, values_ready & group_ready, ~is_status | quiet | ~fresh)
             ),
             word_last.eq((word == p.step_words - 1) | is_status),
-            record_last.eq(word_last & (next_entry == head.steps)),
+            record_last.eq(Mux(is_status, status_end, pass_end & chunk_end & word_last)),
             records.o.ready.eq(issue & record_last),
         ]
         with m.If(issue):
-            m.d.sync += word.eq(Mux(word_last, 0, word + 1))
-            with m.If(word_last):
-                m.d.sync += entry.eq(Mux(record_last, 0, next_entry))
+            m.d.sync += [word.eq(Mux(word_last, 0, word + 1)), fresh.eq(record_last)]
+            with m.If(record_last):
+                m.d.sync += entry.eq(0)
+            with m.Elif(word_last):
+                m.d.sync += entry.eq(entry + 1)
             with m.If(record_last & is_data):
                 m.d.sync += [slot.eq(slot + 1), group.eq(group + 1)]
         drained = Signal()
@@ -156,16 +168,14 @@ class Normaliser(wiring.Component):
         # Reciprocals.
         convert = _Converter(c)
         m.submodules.convert = convert
-        banks = self._reciprocal_banks(m, convert, Cat(_low(word, c.rows // p.row_banks), group, ~is_data))
+        first = _line(m, "first", issue & fresh & is_data, 1, reset_less=False)
+        banks, group_scores = self._reciprocal_banks(m, convert, word, group, is_data, first[1])
         m.d.comb += [
             convert.start.eq(self.group_valid),
             convert.denominators.eq(self.denominators),
             converted.eq(convert.done),
         ]
         empty = self._group_memory(m, "empty", c.rows, convert.done, convert.group, convert.empty, group)
-        counted = Signal(group_bits)
-        m.d.sync += counted.eq(counted + self.group_valid)
-        scores = self._group_memory(m, "scores", p.count_bits, self.group_valid, counted, self.saturations, group)
 
         # The pipeline: control, stage n is what was issued n cycles ago.
         last = Signal()
@@ -186,7 +196,7 @@ class Normaliser(wiring.Component):
         product_valid = valid[p.product_cycles]
         status_word = Signal(p.word_bits)
         for lane in range(p.lanes):
-            value, amount, factor = values[lane], *banks[lane % p.row_banks]
+            value, amount, factor = values[lane], *banks[lane % len(banks)]
             product = self._product(m, lane, value, amount, factor)
             exact = Signal(signed(c.output_bits + 1), name=f"exact_{lane}")
             m.d.comb += exact.eq((product[p.product_shift - 1 :][: c.output_bits + 2].as_signed() + 1) >> 1)
@@ -205,11 +215,6 @@ class Normaliser(wiring.Component):
         status_last = Signal()
         m.d.comb += status_last.eq(status_now & status_turn[-1])
         ending = _line(m, "ending", issue & record_last & ~is_status, 2, reset_less=False)
-        group_scores = Signal(p.count_bits)
-        with m.If(drained):
-            m.d.sync += group_scores.eq(scores)
-        with m.Else():
-            m.d.sync += group_scores.eq(0)
         empty_now = Signal(range(c.rows + 1), reset_less=True)
         m.d.sync += empty_now.eq(_ones(users[1]))
         empty_rows = Signal(COUNT_BITS)
@@ -293,32 +298,52 @@ class Normaliser(wiring.Component):
         m.d.sync += values.eq(selected)
         return [values[lane] for lane in range(p.lanes)]
 
-    def _reciprocal_banks(self, m: Module, convert: _Converter, address: Value) -> list[tuple[Value, Value]]:
-        """Memories of the reciprocals, one for each row of a word: amount and factor of the word issued two cycles ago.
+    def _reciprocal_banks(
+        self, m: Module, convert: _Converter, word: Signal, group: Signal, is_data: Value, first: Value
+    ) -> tuple[list[tuple[Value, Value]], Value]:
+        """Memories of the reciprocals, row r in bank r modulo ``row_banks``.
 
-        The upper half is always 0: what is not of a group with data is multiplied by it.
+        Returns amount and factor of each row of the word issued two cycles ago, and the saturated scores of a group
+        three cycles after the issue of its first word, 0 in all other cycles: they lie beside the reciprocals of row 0. The
+        upper half of every bank is always 0: what is not of a group with data is multiplied by it.
         """
         c, p = self.config, self.params
-        words = c.rows // p.row_banks
-        pairs: list[tuple[Value, Value]] = []
+        depth = 2 * (c.rows // p.row_banks) * p.reciprocal_groups
+        word_rows = min(p.lanes, c.rows)
+        parts = p.row_banks // word_rows
+        part, line = word[: _bits(parts)], word[_bits(parts) : _bits(c.rows // word_rows)]
+        counted, scores = Signal(p.count_bits, reset_less=True), Signal(p.count_bits)
+        with m.If(self.group_valid):
+            m.d.sync += counted.eq(self.saturations)
+        read: list[Value] = []
         for bank in range(p.row_banks):
-            bits, depth = MANTISSA_BITS + p.amount_bits, 2 * words * p.reciprocal_groups
-            memory = _BlockMemory(m, f"reciprocals_{bank}", bits, depth)
-            source = bank % p.reciprocal_rows
-            # First row of those converted together; bank and word of a row are its low and high bits.
+            content = [convert.factors[bank % p.reciprocal_rows], convert.amounts[bank % p.reciprocal_rows]]
+            if bank == 0:
+                content.append(counted)
+            memory = _BlockMemory(m, f"reciprocals_{bank}", len(Cat(content)), depth)
+            # Low and high bits of the number of the first row converted now: bank and word.
             base = Cat(Const(0, _bits(p.reciprocal_rows)), convert.index)[: _bits(c.rows)]
-            mine = base[: _bits(p.row_banks)] == bank - source
+            unused = ~is_data | (part != bank // word_rows)
             m.d.comb += [
-                memory.write.en.eq(convert.valid & mine),
+                memory.write.en.eq(
+                    convert.valid & (base[: _bits(p.row_banks)] == bank - bank % p.reciprocal_rows)
+                ),
                 memory.write.addr.eq(Cat(base[_bits(p.row_banks) :], convert.group)),
-                memory.write.data.eq(Cat(convert.factors[source], convert.amounts[source])),
-                memory.address.eq(address),
+                memory.write.data.eq(Cat(content)),
+                memory.address.eq(Cat(line, group, unused)),
             ]
-            factor = Signal(MANTISSA_BITS, name=f"factor_{bank}", reset_less=True)
-            amount = Signal(p.amount_bits, name=f"amount_{bank}", reset_less=True)
-            m.d.sync += Cat(factor, amount).eq(memory.data)
-            pairs.append((amount, factor))
-        return pairs
+            read.append(memory.data)
+        bits = MANTISSA_BITS + p.amount_bits
+        with m.If(first):
+            m.d.sync += scores.eq(read[0][bits:])
+        with m.Else():
+            m.d.sync += scores.eq(0)
+        pairs: list[tuple[Value, Value]] = []
+        for row in range(word_rows):
+            pair = Signal(bits, name=f"reciprocal_{row}", reset_less=True)
+            m.d.sync += pair.eq(_or([data[:bits] for data in read[row::word_rows]]))
+            pairs.append((pair[MANTISSA_BITS:], pair[:MANTISSA_BITS]))
+        return pairs, _line(m, "scores", scores, 1, reset_less=False)[1]
 
     def _product(self, m: Module, lane: int, value: Value, amount: Value, factor: Value) -> Value:
         """Aligned sum times reciprocal: the register behind the multiplier."""
@@ -389,8 +414,8 @@ class _Converter(wiring.Component):
 
     Members
     -------
-    start: In(1), takes ``denominators``
-    denominators: In(rows, unsigned(denominator_bits))
+    start: In(1), ends a group
+    denominators: In(rows, unsigned(denominator_bits)), as :class:`Normaliser` has it
     valid: Out(1); index: Out, rows index · reciprocal_rows …; group: Out, counts starts
     factors, amounts: Out(reciprocal_rows × …), table value and right shift; 0 and any for l = 0
     done: Out(1), with the last rows of a group; empty: Out(rows), which rows had l = 0
@@ -416,24 +441,18 @@ class _Converter(wiring.Component):
     def elaborate(self, platform: object) -> Module:
         m = Module()
         c, p = self.config, self.params
-        kept = Signal(data.ArrayLayout(unsigned(c.denominator_bits), c.rows), reset_less=True)
-        with m.If(self.start):
-            m.d.sync += kept.eq(self.denominators)
-        turn = Signal(p.conversion_cycles)
-        m.d.sync += turn.eq(Cat(self.start, turn[:-1]))
+        # Rows pass the last places of the port; at ``start`` the first of them is as many cycles old.
+        places = [self.denominators[n] for n in range(c.rows - p.reciprocal_rows, c.rows)]
+        rows = _line(m, "rows", Cat(places), p.conversion_cycles - 1)[-1]
+        turns = _line(m, "turn", self.start, p.conversion_cycles - 1, reset_less=False)
 
         table = Memory(shape=unsigned(MANTISSA_BITS), depth=1 << TABLE_BITS, init=RECIPROCAL, attrs={"ram_style": "block"})
         m.submodules.table = table
-        # Cycles from the choice of a row: chosen, two stages of levels, table, result.
-        valid = _line(m, "valid", turn.any(), 4, reset_less=False)
+        # Levels in two stages, the table, its result.
+        valid = _line(m, "valid", Cat(turns).any(), 3, reset_less=False)
         zeros: list[Value] = []
         for place in range(p.reciprocal_rows):
-            chosen = Signal(c.denominator_bits, name=f"chosen_{place}", reset_less=True)
-            parts = [
-                kept[n * p.reciprocal_rows + place] & turn[n].replicate(c.denominator_bits)
-                for n in range(p.conversion_cycles)
-            ]
-            m.d.sync += chosen.eq(_or(parts))
+            chosen = rows[place * c.denominator_bits :][: c.denominator_bits]
             # Bits from the lowest that can be read after the leading one to the highest place of the search.
             lowest = c.probability_bits - 1 - TABLE_BITS
             searched: Value = chosen[lowest:] if lowest >= 0 else Cat(Const(0, -lowest), chosen)
@@ -463,7 +482,7 @@ class _Converter(wiring.Component):
             zeros.append(_line(m, f"empty_{place}", zero, 1)[1])
         empty = Signal(c.rows, reset_less=True)
         m.d.comb += [
-            self.valid.eq(valid[4]),
+            self.valid.eq(valid[3]),
             self.done.eq(self.valid & (self.index == p.conversion_cycles - 1)),
             self.empty.eq(Cat(empty[p.reciprocal_rows :], zeros)),
         ]
@@ -503,11 +522,6 @@ class _Count:
 def _bits(count: int) -> int:
     """Bits of a number below ``count``, a power of two; 0 for 1."""
     return (count - 1).bit_length()
-
-
-def _low(value: Value, count: int) -> Value:
-    """``value`` modulo a power of two."""
-    return value[: _bits(count)]
 
 
 def _or(values: list[Value]) -> Value:

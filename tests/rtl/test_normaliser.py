@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amaranth.back import rtlil
 from amaranth.hdl import ClockDomain, Module, ResetInserter, Signal
 from amaranth.sim import Simulator
 
@@ -31,10 +32,10 @@ CONFIGS = {
     "8 to 8 bits, p of 8": _TINY.changed(output_bits=8, output_bytes=4, probability_bits=8, normaliser_lanes=2),
     "16 to 16 bits": _TINY.changed(operand_bits=16, probability_bits=12),
     "16 to 16 bits, p of 16": _TINY.changed(operand_bits=16, probability_bits=16, normaliser_lanes=2),
+    "one lane of four segments": _TINY.changed(rows=8, block=16, max_width=32, lanes=64, normaliser_lanes=2),
     "wide": Config.load("wide").changed(name="shallow-wide", max_tokens=64, max_width=32),
 }
 _IDLE_CYCLES = 40
-_SATURATIONS = 40_000
 
 
 @dataclass
@@ -179,7 +180,7 @@ def _simulate(
             await noise(ctx, reset_at)
         next_record = pushed_groups = group = step = 0
         offered = False
-        since_valid = 1 << 20
+        since_valid, rotating = 1 << 20, []
         held: tuple[int, int, int] | None = None
         idle = cycle = 0
         while idle < _IDLE_CYCLES:
@@ -209,23 +210,28 @@ def _simulate(
                     [[int(v) for v in row[first : first + config.segments]] for row in data[group].sums],
                 )
                 run.values[group].append(cycle)
-            # Denominators, ahead of the records by at most lookahead + 1 groups.
+            # Denominators, ahead of the records by at most lookahead + 1 groups. Rows rotate into place, noise around.
             done = len(run.group_valids)
-            announce = (
-                done < len(data)
+            if (
+                not rotating
+                and done < len(data)
                 and done <= pushed_groups + config.lookahead
-                and since_valid >= p.conversion_cycles
+                and since_valid + p.conversion_cycles > p.group_spacing
                 and random.random() >= late
-            )
-            ctx.set(dut.group_valid, announce)
-            if announce:
-                ctx.set(dut.denominators, [int(v) for v in data[done].denominators])
-                ctx.set(dut.saturations, data[done].scores)
-                run.group_valids.append(cycle)
-                since_valid = 0
-            else:
-                ctx.set(dut.denominators, [int(v) for v in random.integers(0, 1 << config.denominator_bits, config.rows)])
-                ctx.set(dut.saturations, int(random.integers(1 << p.count_bits)))
+            ):
+                rotating = list(range(0, config.rows, p.reciprocal_rows))
+            shown = random.integers(0, 1 << config.denominator_bits, config.rows)
+            ctx.set(dut.saturations, int(random.integers(1 << p.count_bits)))
+            ctx.set(dut.group_valid, 0)
+            if rotating:
+                row = rotating.pop(0)
+                shown[config.rows - p.reciprocal_rows :] = data[done].denominators[row : row + p.reciprocal_rows]
+                if not rotating:
+                    ctx.set(dut.group_valid, 1)
+                    ctx.set(dut.saturations, data[done].scores)
+                    run.group_valids.append(cycle)
+                    since_valid = 0
+            ctx.set(dut.denominators, [int(v) for v in shown])
             since_valid += 1
             ctx.set(dut.o.ready, random.random() < sink)
 
@@ -393,9 +399,9 @@ def test_output_saturations_are_counted() -> None:
 
 
 def test_score_saturations_stop() -> None:
-    config, random = _TINY.changed(rows=4, max_tokens=4096, max_width=8), np.random.default_rng(6)
+    config, random = CONFIGS["wide"].changed(max_tokens=4096, max_width=16), np.random.default_rng(6)
     records = []
-    for scores in (_SATURATIONS // 4, 16000, 16000, 16000, 16384, 0):
+    for scores in (40_000, 25_535, 1, 65_536, 0):
         record = _group(config, random, config.pass_steps, config.rows)
         record.scores = scores
         records.append(record)
@@ -404,10 +410,8 @@ def test_score_saturations_stop() -> None:
     records.append(Record(RecordKind.STATUS, tag=2))
     run = _simulate(config, records, random)
     _check_beats(config, records, run)
-    beats = [beat[1] for beat in run.beats]
-    assert StatusRecord.parse(b"".join(beats[-2:])).score_saturations == 5
-    first = 6 * config.pass_steps
-    assert StatusRecord.parse(b"".join(beats[first : first + 2])).score_saturations == 65535
+    counts = [StatusRecord.parse(beat[1]).score_saturations for beat in run.beats if beat[3]]
+    assert counts == [65535, 5]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -419,6 +423,9 @@ def test_reset_forgets_everything(seed: int) -> None:
     _check_cycles(config, records, run)
 
 
-def test_both_targets_have_the_same_ports() -> None:
+def test_ecp5_cells() -> None:
+    """One multiplier cell a lane, and the same ports as the plain description."""
     generic, ecp5 = Normaliser(_TINY), Normaliser(_TINY, target=Target.ECP5)
     assert generic.signature == ecp5.signature
+    texts = [rtlil.convert(component, emit_src=False) for component in (generic, ecp5)]
+    assert [text.count("cell \\MULT18X18D ") for text in texts] == [0, _TINY.normaliser_lanes]
