@@ -222,9 +222,7 @@ def minilm_workload(
         parts[name] = torch.stack([result.layers[layer][index] for layer in chosen], dim=1).flatten(0, 2)
     named = ", ".join(str(layer) for layer in chosen)
     source = f"all-MiniLM-L6-v2 (Apache-2.0): {len(texts)} text(s), layers {named}, 12 heads each"
-    return Workload.from_tensors(
-        mode=Mode.DOT, causal=False, valid_length=result.lengths[0], source=source, **parts
-    )
+    return Workload.from_tensors(mode=Mode.DOT, causal=False, valid_length=result.lengths[0], source=source, **parts)
 
 
 def minilm_extract() -> Workload:

@@ -99,9 +99,7 @@ def test_an_empty_row_permission_travels(tmp_path: Path) -> None:
     assert Workload.load(tmp_path / "job.safetensors").allow_empty_rows
 
 
-def test_a_failed_save_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "job.safetensors"
     Workload(**fields()).save(path)
     before = path.read_bytes()
@@ -302,9 +300,7 @@ def test_empty_rows_need_permission_only_where_a_query_lives() -> None:
     with pytest.raises(DtpError, match="head 3, block row 2'"):
         Workload(**fields(block_mask=only_future))
     Workload(**fields(block_mask=only_future, causal=False))
-    assert (
-        Workload(**fields(block_mask=keeping(1), allow_empty_rows=True)).pairs_kept()[0] == 18 * 19 / 2 - 26
-    )
+    assert Workload(**fields(block_mask=keeping(1), allow_empty_rows=True)).pairs_kept()[0] == 18 * 19 / 2 - 26
 
 
 def test_arrays_are_frozen_copies() -> None:

@@ -1,0 +1,244 @@
+"""Random, digit and language-model workloads: what they hold, that a seed repeats them, what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dtp.errors import DtpError, MissingToolError
+from dtp.reference.attention import attention, keep_masks, masked_probabilities, scores
+from dtp.reference.digits import CHECKPOINT, accuracy, checkpoint_metadata, digits, load_classifier, split
+from dtp.reference.fbt import geodesic_attention
+from dtp.workload import Mode, Workload
+from tools import train_digits, workloads
+from tools.workloads import PROSE, digits_workload, minilm_extract, minilm_workload, random_workload
+
+
+def random(**changes: Any) -> Workload:
+    given: dict[str, Any] = {"tokens": 70, "width": 16, "heads": 3, "mode": "riemannian", "kept": 0.5}
+    given |= {"causal": True, "seed": 4, "block": 8}
+    return random_workload(**(given | changes))
+
+
+def same(one: Workload, other: Workload) -> bool:
+    if one.metadata() != other.metadata():
+        return False
+    names = [name for name in Workload.__dataclass_fields__ if isinstance(getattr(one, name), np.ndarray)]
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+
+
+# --------------------------------------------------------------------- random
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_seed_repeats_a_workload(mode: Mode) -> None:
+    assert same(random(mode=mode), random(mode=mode))
+    assert not np.array_equal(random(mode=mode).q, random(mode=mode, seed=5).q)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kept", [0.25, 0.3, 0.5, 0.9])
+def test_each_head_keeps_the_fraction_of_its_legal_blocks(kept: float, causal: bool) -> None:
+    workload = random(kept=kept, causal=causal, valid_length=60)
+    legal = workload.blocks_legal()
+    assert workload.block_mask is not None
+    assert not (workload.block_mask & ~legal).any()
+    assert workload.blocks_kept().sum(axis=(1, 2)).tolist() == [round(kept * legal.sum())] * 3
+    assert not workload.allow_empty_rows  # the constructor then checks that no row is empty
+    first, second = workload.block_mask[:2]
+    assert (first != second).any()
+
+
+def test_the_diagonal_is_not_forced() -> None:
+    workload = random(kept=0.4, causal=False, heads=8)
+    assert workload.block_mask is not None
+    diagonal = workload.block_mask[:, range(9), range(9)]
+    assert 0.2 < diagonal.mean() < 0.6
+
+
+def test_full_workloads_have_no_mask() -> None:
+    workload = random(kept=1.0)
+    assert workload.block_mask is None
+    assert workload.block == 8
+    assert random(kept=1.0, block=None).block is None
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_magnitudes_are_realistic(mode: Mode) -> None:
+    """Unit operands, metrics that differ by token, a softmax neither uniform nor one-hot."""
+    workload = random(tokens=128, width=32, mode=mode, kept=1.0, causal=False)
+    for name in ("q", "k", "v"):
+        assert getattr(workload, name).std() == pytest.approx(1.0, abs=0.05)
+    if workload.metric_factor is not None and workload.curvature is not None:
+        strength = (workload.metric_factor.astype(float) ** 2).sum(axis=(2, 3))
+        assert strength.mean() == pytest.approx(0.25 * 9, rel=0.15)
+        assert np.quantile(strength, 0.9) > 3 * np.quantile(strength, 0.1)
+        assert workload.curvature == pytest.approx(np.log(2) * strength, rel=1e-5)
+    probability = masked_probabilities(scores(workload), keep_masks(workload))
+    assert 3 / 128 < probability.amax(-1).mean() < 0.5
+
+
+def test_ranks_groups_and_blend_are_taken() -> None:
+    workload = random(mode=Mode.BLENDED, frame_rank=2, metric_rank=4, heads=6, kv_heads=2, blend=0.2)
+    assert (workload.frame_rank, workload.metric_rank, workload.groups, workload.blend) == (2, 4, 3, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": 0}, r"tokens must be an integer of at least 1, not 0"),
+        ({"frame_rank": 0}, r"frame_rank must be an integer of at least 1, not 0"),
+        ({"frame_rank": 17}, r"frame_rank must be at most the width 16, not 17"),
+        ({"heads": 3, "kv_heads": 2}, r"heads must be a multiple of kv_heads 2, not 3"),
+        ({"kept": 0.0}, r"kept must be a fraction in \(0, 1\], not 0.0"),
+        ({"kept": 1.1}, r"kept must be a fraction in \(0, 1\], not 1.1"),
+        ({"kept": 0.1}, r"kept must be at least 0.2 to leave a block in every row, not 0.1"),
+        ({"block": None}, r"block must be given when kept is below 1, not None"),
+    ],
+)
+def test_refused_random_workloads(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DtpError, match=rf"^random_workload\.{message}"):
+        random(**change)
+
+
+def test_an_unknown_mode_lists_the_valid_ones() -> None:
+    with pytest.raises(DtpError, match="one of dot, euclidean, riemannian, blended, not 'cosine'"):
+        random(mode="cosine")
+
+
+# --------------------------------------------------------------------- digits
+
+
+def test_the_checkpoint_has_the_accuracy_that_it_claims() -> None:
+    claimed = float(checkpoint_metadata()["held_out_accuracy"])
+    train, held_out = split()
+    assert not set(train) & set(held_out)
+    assert len(train) + len(held_out) == len(digits().labels)
+    assert accuracy(load_classifier(), held_out) == claimed
+    assert claimed >= 0.95
+    assert CHECKPOINT.stat().st_size < 2_000_000
+
+
+def test_the_checkpoints_metrics_have_not_collapsed() -> None:
+    summary = train_digits.metric_summary(load_classifier())
+    metadata = checkpoint_metadata()
+    for layer in range(2):
+        mean, spread = (float(summary[f"layer{layer}_metric_{name}"]) for name in ("mean", "spread"))
+        assert mean > 1
+        assert spread > 0.25
+        assert mean == pytest.approx(float(metadata[f"layer{layer}_metric_mean"]), abs=0.01)
+
+
+def test_the_metrics_matter_to_the_checkpoint() -> None:
+    """Flattening the metric changes answers: the geometry is used, not carried along."""
+
+    def flat(q, k, v, frame, metric_factor, curvature, tau):  # type: ignore[no-untyped-def]
+        return geodesic_attention(q, k, v, frame, 0 * metric_factor, 0 * curvature, tau)
+
+    held_out = split()[1][:200]
+    model = load_classifier()
+    assert accuracy(model, held_out, flat) < accuracy(model, held_out)
+
+
+def test_a_digits_workload_gives_the_models_own_attention() -> None:
+    model = load_classifier()
+    workload = digits_workload([5, 1700], layer=1)
+    assert (workload.heads, workload.tokens, workload.width, workload.mode) == (4, 64, 32, Mode.RIEMANNIAN)
+    with torch.no_grad():
+        layer = model.with_tensors(digits().pixels[[5, 1700]])[1][1]
+        expected = geodesic_attention(*layer, model.config.temperature).flatten(0, 1)
+    assert torch.allclose(attention(workload), expected, atol=1e-5)
+    assert not torch.allclose(expected[0], expected[2], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("images", "layer", "message"),
+    [
+        ([0], 2, r"layer must be an integer in 0\.\.1, not 2"),
+        ([0, 1797], 0, r"images must be integers in 0\.\.1796, not 1797"),
+        ([-1], 0, r"images must be integers in 0\.\.1796, not -1"),
+        ([], 0, r"images must be at least one image number, not \[\]"),
+    ],
+)
+def test_refused_digits(images: list[int], layer: int, message: str) -> None:
+    with pytest.raises(DtpError, match=rf"^digits\.{message}"):
+        digits_workload(images, layer)
+
+
+def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "digits.safetensors"
+    with pytest.raises(DtpError, match=r"no such checkpoint; python -m tools\.train_digits makes it"):
+        load_classifier(path)
+    path.write_bytes(CHECKPOINT.read_bytes()[:-5])
+    with pytest.raises(DtpError, match="not a whole safetensors file"):
+        load_classifier(path)
+    random(kept=1.0).save(path)
+    with pytest.raises(DtpError, match="not a digit classifier"):
+        load_classifier(path)
+
+
+def test_training_writes_a_checkpoint_and_repeats(tmp_path: Path) -> None:
+    """One epoch, twice: the seed decides every weight, and the written file is what was measured."""
+    for name in ("one", "two"):
+        train_digits.main(["--out", str(tmp_path / name), "--epochs", "1", "--seed", "3"])
+    metadata = checkpoint_metadata(tmp_path / "one")
+    assert metadata["command"] == "python -m tools.train_digits --epochs 1 --seed 3"
+    assert float(metadata["held_out_accuracy"]) == accuracy(load_classifier(tmp_path / "one"), split()[1])
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    with pytest.raises(DtpError, match="the checkpoint cannot be written"):
+        train_digits.write_checkpoint(load_classifier(), tmp_path / "absent" / "x", {})
+
+
+def test_moved_images_stay_images() -> None:
+    pixels = digits().pixels[:50].float()
+    got = train_digits.moved(pixels, torch.Generator().manual_seed(1))
+    assert got.shape == pixels.shape
+    assert got.min() >= 0
+    assert got.max() <= 1
+    assert 0.02 < (got - pixels).abs().mean() < 0.2
+
+
+# --------------------------------------------------------------------- MiniLM
+
+
+def test_the_extract_is_the_models_own_tensors() -> None:
+    extract = minilm_extract()
+    assert (extract.heads, extract.tokens, extract.width, extract.mode) == (24, 64, 32, Mode.DOT)
+    fresh = minilm_workload(PROSE[0], layers=workloads.EXTRACT_LAYERS, tokens=workloads.EXTRACT_TOKENS)
+    assert fresh.metadata() == extract.metadata()
+    for name in "qkv":
+        assert np.allclose(getattr(fresh, name), getattr(extract, name), atol=1e-5), name
+    assert workloads.MINILM_EXTRACT.stat().st_size < 700_000
+
+
+def test_every_layer_and_text_becomes_heads() -> None:
+    both = minilm_workload(PROSE, tokens=48)
+    assert (both.heads, both.tokens, both.valid_length) == (144, 48, 48)
+    second = minilm_workload(PROSE[1], layers=[3], tokens=48)
+    assert np.allclose(both.q[72 + 36 : 72 + 48], second.q, atol=1e-5)
+
+
+def test_a_short_text_is_padded() -> None:
+    workload = minilm_workload("The tide turns at noon.", layers=[0], tokens=32)
+    assert (workload.tokens, workload.valid_length) == (32, 8)
+
+
+def test_refused_texts() -> None:
+    with pytest.raises(DtpError, match=r"^minilm\.layers must be integers in 0\.\.5, not 6"):
+        minilm_workload(layers=[6])
+    with pytest.raises(DtpError, match=r"^minilm\.layers must be at least one layer"):
+        minilm_workload(layers=[])
+    with pytest.raises(DtpError, match=r"^minilm\.texts must be equally long in tokens after cutting, not \["):
+        minilm_workload(["One.", "Two words."], layers=[0], tokens=16)
+
+
+def test_missing_pytorch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads, "find_spec", lambda name: None)
+    for make in (lambda: digits_workload([0], 0), minilm_workload):
+        with pytest.raises(MissingToolError, match=r"PyTorch is not installed: pip install torch==2\.13\.0"):
+            make()
+    assert minilm_extract().heads == 24
