@@ -53,8 +53,8 @@ class _ScoreLayout(data.StructLayout):
 
     Members
     -------
-    word: the score without its last two places, inverted: ready to be subtracted
-    carry: the difference is to be rounded up; these two places are not 3
+    word: the score without its last two places
+    carry: these two places are 3 and round up
     kept: the pair counts
     saturated: it does, and its score was clipped
     """
@@ -241,21 +241,21 @@ class Softmax(wiring.Component):
                 x = self.i_data[r][s]
                 sign, over = x[-1], x[SCORE_BITS - 1 :]
                 clipped = Signal(name=f"clipped_{r}_{s}")
-                limit = Cat(sign.replicate(_WORD_BITS - 1), ~sign)
+                limit = Cat((~sign).replicate(_WORD_BITS - 1), sign)
                 score = Signal(_ScoreLayout(), name=f"score_{r}_{s}", reset_less=True)
                 broken = Signal(name=f"broken_{r}_{s}", reset_less=True)  # has a fraction
                 kept = kept_pairs[r][s]
                 m.d.comb += clipped.eq(over.any() & ~over.all())
                 m.d.sync += [
-                    score.word.eq(Mux(clipped, limit, ~x[_DROPPED_BITS:SCORE_BITS])),
-                    score.carry.eq(Mux(clipped, sign, ~x[:_DROPPED_BITS].all())),
+                    score.word.eq(Mux(clipped, limit, x[_DROPPED_BITS:SCORE_BITS])),
+                    score.carry.eq(Mux(clipped, ~sign, x[:_DROPPED_BITS].all())),
                     score.kept.eq(kept),
                     score.saturated.eq(kept & clipped),
                     broken.eq(Mux(clipped, ~sign, x[:SCORE_FRACTION_BITS].any())),
                 ]
                 words.append(score.as_value())
                 # The ceiling rises with this number: the integer part, then whether there is a fraction.
-                self._keys[r].append((Cat(broken, ~score.word[TABLE_BITS:]).as_signed(), score.kept))
+                self._keys[r].append((Cat(broken, score.word[TABLE_BITS:]).as_signed(), score.kept))
 
         s1_valid = Signal()
         s1_slot = Signal.like(self.i_slot, reset_less=True)
@@ -292,7 +292,7 @@ class Softmax(wiring.Component):
                     key = Signal(signed(_KEY_BITS), name=f"winner_{r}_{level}_{n // 2}", reset_less=True)
                     kept = Signal(name=f"winner_kept_{r}_{level}_{n // 2}", reset_less=True)
                     m.d.sync += [
-                        key.eq(Mux(kept_b & (~kept_a | (key_b > key_a)), key_b, key_a)),
+                        key.eq(Mux(kept_b & (~kept_a | _less(key_a, key_b)), key_b, key_a)),
                         kept.eq(kept_a | kept_b),
                     ]
                     winners.append((key, kept))
@@ -303,7 +303,7 @@ class Softmax(wiring.Component):
             known = seen & ~self._step_restart[levels]
             with m.If(self._step_valid[levels]):
                 m.d.sync += seen.eq(known | kept)
-            with m.If(self._step_valid[levels] & kept & (~known | (key > largest))):
+            with m.If(self._step_valid[levels] & kept & (~known | _less(largest, key))):
                 m.d.sync += largest.eq(key)
             self._largest.append(largest)
             self._seen.append(seen)
@@ -429,12 +429,12 @@ class Softmax(wiring.Component):
             m.d.sync += s2_score.eq(Array(words[r][s].as_value() for s in range(c.segments))[segment])
             self._saturated.append(s2_score.saturated)
 
-            # δ without its last two places, rounded half up; the bit below both addends carries in.
+            # δ without its last two places, rounded half up: the bit below borrows if they are 3.
             s3_delta = Signal(MAXIMUM_BITS + TABLE_BITS, name=f"s3_delta_{r}", reset_less=True)
             s3_kept = Signal(name=f"s3_kept_{r}", reset_less=True)
-            top = Cat(Const(1, 1), Const(0, TABLE_BITS), self._maximum[r])
+            top = Cat(Const(0, 1 + TABLE_BITS), self._maximum[r])
             word = Cat(s2_score.carry, s2_score.word, s2_score.word[-1])
-            m.d.sync += [s3_delta.eq((top + word)[1:]), s3_kept.eq(s2_score.kept)]
+            m.d.sync += [s3_delta.eq((top - word)[1:]), s3_kept.eq(s2_score.kept)]
 
             exponent = s3_delta[TABLE_BITS:]
             s4_shift = Signal(p.shift_bits, name=f"s4_shift_{r}", reset_less=True)
@@ -593,6 +593,11 @@ def _distance(m: Module, name: str, a: Value, b: Value, limit: int) -> tuple[Sig
         clamped.eq(Mux(negative, 0, Mux(difference[bits:-1].any(), limit, difference[:bits]))),
     ]
     return clamped, negative
+
+
+def _less(a: Value, b: Value) -> Value:
+    """a < b of signed values: the sign of the difference, which takes no carry out of its chain."""
+    return (a - b)[-1]
 
 
 def _shift_right(value: Value, amount: Value) -> Value:
