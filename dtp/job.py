@@ -99,7 +99,12 @@ SHIFT_BITS = {
 
 
 class ErrorCode(enum.IntEnum):
-    """``error`` of a status record. A descriptor with several faults gets the first of them in this order."""
+    """``error`` of a status record.
+
+    A code with one of its low four bits set refuses the descriptor: the job is answered by a status record alone. A
+    descriptor with several faults gets the first of them in this order, but ``CUT`` goes before all when the
+    descriptor was not whole, and after all when it was.
+    """
 
     NONE = 0
     MAGIC = 1
@@ -109,23 +114,18 @@ class ErrorCode(enum.IntEnum):
     VALID_LENGTH = 5
     WIDTH = 6
     SHIFT = 7
-    EARLY_LAST = 8
+    CUT = 8
+    """tlast came in the descriptor."""
+    EARLY_LAST = 16
     """tlast came before the job's last beat; the beats that were missing were taken as 0."""
-    LATE_LAST = 9
+    LATE_LAST = 32
     """tlast did not come with the job's last beat; the beats up to tlast were dropped."""
     ABORTED = 255
 
-
-REFUSALS = (
-    ErrorCode.MAGIC,
-    ErrorCode.VERSION,
-    ErrorCode.FLAGS,
-    ErrorCode.TOKENS,
-    ErrorCode.VALID_LENGTH,
-    ErrorCode.WIDTH,
-    ErrorCode.SHIFT,
-)
-"""Faults of a descriptor: the job is answered by a status record alone, like one cut before its end."""
+    @property
+    def refuses(self) -> bool:
+        """Whether the job is answered by a status record alone."""
+        return bool(self & 15)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,10 @@ SATURATION_CYCLES = 3
 """From a result to the counted saturation."""
 
 
+DRAIN_CYCLES = RESULT_CYCLES + SATURATION_CYCLES + 1
+"""From the last word of a job until its last result is in memory and counted."""
+
+
 class Shift(enum.IntEnum):
     """Fixed right shift of an accumulator on its way to a register."""
 

@@ -1,0 +1,528 @@
+"""Lift unit of the attention tile: a small vector machine that scales queries and lifts queries and keys."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from amaranth.hdl import Array, Cat, Const, Module, Mux, Shape, Signal, Value, signed, unsigned
+from amaranth.lib import data, wiring
+from amaranth.lib.memory import Memory
+from amaranth.lib.wiring import In, Out
+
+from dtp.array import MULTIPLIER_CYCLES
+from dtp.config import BIAS_BITS, REGISTER_BITS, SCALE_BITS, Config
+from dtp.fixed import signed_range
+from dtp.job import KEY_SHIFT_BITS
+from dtp.lift import (
+    DUMP_CYCLES,
+    READ_CYCLE,
+    RESULT_CYCLES,
+    SATURATION_CYCLES,
+    Dump,
+    Emit,
+    Init,
+    LiftParams,
+    Loop,
+    Shift,
+)
+from rtl.lib.multiplier import MultiplexedAdder, Multiplier, Target
+from rtl.operands import WriteLayout
+
+__all__ = ["Lift", "ScaleLayout", "ShiftLayout"]
+
+COUNT_BITS = 16
+"""Bits of the counter of saturations; it stops at its largest value."""
+
+
+class ScaleLayout(data.StructLayout):
+    """The job's multipliers: ``query_scale`` unsigned, the others signed."""
+
+    def __init__(self) -> None:
+        names = dict.fromkeys(name for init in Init if (name := init.job_field) is not None)
+        shapes = {name: signed(SCALE_BITS) for name in names}
+        super().__init__({**shapes, "query_scale": unsigned(SCALE_BITS)})
+
+
+class ShiftLayout(data.StructLayout):
+    """The job's shifts in front of the key memories, by :class:`~dtp.lift.Dump`."""
+
+    def __init__(self) -> None:
+        super().__init__({kind.name.lower(): unsigned(KEY_SHIFT_BITS) for kind in Dump})
+
+
+class Lift(wiring.Component):
+    """Executes the programs of :class:`dtp.lift.LiftParams`, an instruction a cycle.
+
+    An instruction that takes a word waits for ``word_valid``; nothing else stalls. The first instruction of a program
+    issues ``START_CYCLES`` after ``start``. Arithmetic: :func:`dtp.lift.lift_queries` and :func:`dtp.lift.lift_keys`.
+
+    Parameters
+    ----------
+    config: the processor
+    target: plain description or explicit ECP5 cells
+
+    Members
+    -------
+    start, entry: In, begin the program at ``entry`` of the program memory; ends the one that runs
+    descriptor: In(1), a descriptor has been taken, its scales are valid ``RESULT_CYCLES − 3`` cycles later
+    scales, shifts: In, of the job
+    count: In, words of a program's loop, when it starts
+    word_valid, word: In, next word, lift_tokens × operand_bits; word_taken: Out
+    flush: Out(1), the word taken is the last of its batch
+    done: Out(1), the program's last instruction is over
+    emit_valid, emit_data: Out, row operands, rows × segments of signed(row_bits)
+    slot, batch: In, where dumped keys belong
+    lifted_write, bias_write: Out(:class:`~rtl.operands.WriteLayout`)
+    saturations: Out(16); clear: In(1)
+    """
+
+    def __init__(self, config: Config, *, target: Target = Target.GENERIC) -> None:
+        self.config = c = config
+        self.params = p = LiftParams(config)
+        self._target = target
+        self._depth = len(p.code)
+        self._batches = max(1, c.max_tokens // c.lift_tokens)
+        lanes = data.ArrayLayout(signed(c.row_bits), c.segments)
+        words = c.max_tokens // c.segments
+        super().__init__(
+            {
+                "start": In(1),
+                "entry": In(range(self._depth)),
+                "descriptor": In(1),
+                "scales": In(ScaleLayout()),
+                "shifts": In(ShiftLayout()),
+                "count": In(range(c.max_width + 1)),
+                "word_valid": In(1),
+                "word": In(c.lift_tokens * c.operand_bits),
+                "word_taken": Out(1),
+                "flush": Out(1),
+                "done": Out(1),
+                "emit_valid": Out(1),
+                "emit_data": Out(data.ArrayLayout(lanes, c.rows)),
+                "slot": In(1),
+                "batch": In(range(self._batches)),
+                "lifted_write": Out(
+                    WriteLayout(2 * c.lifted_passes * words, c.lanes * c.lifted_bits, c.block)
+                ),
+                "bias_write": Out(WriteLayout(2 * words, c.segments * BIAS_BITS)),
+                "saturations": Out(COUNT_BITS),
+                "clear": In(1),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        now = self._sequencer(m)
+        accumulators = self._lanes(m, now)
+        saturated = [self._emission(m, now, accumulators), self._dump(m, now, accumulators)]
+        self._count(m, saturated)
+        return m
+
+    # ---- control ---------------------------------------------------------------------------------------------
+
+    def _sequencer(self, m: Module) -> list[_Control]:
+        """Fetches and issues; ``now[k]`` is the instruction issued k cycles ago."""
+        p = self.params
+        layout = p.layout
+        width = sum(layout.values())
+        words = [p.encode(instruction) for instruction in p.code]
+        memory = Memory(shape=unsigned(width), depth=self._depth, init=words)
+        m.submodules.program = memory
+        fetch = memory.read_port()
+        # The first instruction is there when the reset ends.
+        counter = Signal(range(self._depth + 1), init=1)
+        counter_valid = Signal(init=1)
+        fetched_valid = Signal()
+        word = Signal(width, init=words[0])
+        valid = Signal(init=1)
+        finish = Signal()
+        stop = Signal()
+        advance = ~valid | finish
+        fetches = ~fetched_valid | advance
+        m.d.comb += [fetch.addr.eq(counter), fetch.en.eq(fetches)]
+        with m.If(fetches):
+            m.d.sync += [fetched_valid.eq(counter_valid), counter.eq(counter + 1)]
+        with m.If(advance):
+            m.d.sync += [word.eq(fetch.data), valid.eq(fetched_valid)]
+        with m.If(self.start):
+            m.d.sync += [counter.eq(self.entry), counter_valid.eq(1)]
+        with m.If(self.start | stop):
+            m.d.sync += [fetched_valid.eq(0), valid.eq(0)]
+        with m.If(stop & ~self.start):
+            m.d.sync += counter_valid.eq(0)
+
+        place = 0
+        part: dict[str, Value] = {}
+        for name, bits in layout.items():
+            part[name] = word[place : place + bits]
+            place += bits
+
+        left = Signal.like(self.count)
+        waited = Signal(p.register_bits)
+        odd = Signal()
+        go = Signal()
+        issue = Signal()
+        has_word = ~part["take"] | self.word_valid
+        in_loop = Signal()
+        m.d.comb += in_loop.eq((part["loop"] == Loop.WORDS) | (part["loop"] == Loop.FOREVER))
+        with m.If(part["wait"]):
+            m.d.comb += finish.eq(waited == part["a"])
+        with m.Else():
+            with m.Switch(part["loop"]):
+                with m.Case(Loop.ONCE):
+                    m.d.comb += [go.eq(has_word), finish.eq(has_word)]
+                with m.Case(Loop.WORDS):
+                    m.d.comb += [
+                        go.eq(has_word & (left != 0)),
+                        finish.eq((left == 0) | (has_word & (left == 1))),
+                    ]
+                with m.Case(Loop.FOREVER):
+                    m.d.comb += go.eq(has_word)
+                with m.Case(Loop.DESCRIPTOR):
+                    m.d.comb += [go.eq(self.descriptor), finish.eq(self.descriptor)]
+        m.d.comb += issue.eq(valid & go & ~self.start)
+        with m.If(valid & part["wait"] & ~finish):
+            m.d.sync += waited.eq(waited + 1)
+        with m.Else():
+            m.d.sync += waited.eq(0)
+        with m.If(issue & in_loop):
+            m.d.sync += odd.eq(~odd)
+        with m.If(self.start):
+            m.d.sync += left.eq(self.count)
+        with m.Elif(issue & in_loop & (left != 0)):
+            m.d.sync += left.eq(left - 1)
+        m.d.comb += [
+            stop.eq(valid & finish & part["end"]),
+            self.done.eq(stop),
+            self.word_taken.eq(issue & part["take"]),
+            self.flush.eq(issue & part["take"] & part["flush"]),
+        ]
+
+        # Words of a loop use two registers in turn: a register is not written while it is read.
+        alternate = in_loop & odd
+        first = part["first"]
+        factors = {
+            "a": part["a"] ^ alternate,
+            "b": part["b"] ^ (alternate & ~first),
+            "dst": part["dst"] ^ alternate,
+        }
+        head = _Control({**part, **factors, "segments": part["segments"]}, issue)
+        stages = [head]
+        for stage in range(1, RESULT_CYCLES + 1):
+            stages.append(stages[-1].registered(m, stage))
+        return stages
+
+    # ---- lanes -----------------------------------------------------------------------------------------------
+
+    def _lanes(self, m: Module, now: list[_Control]) -> list[Signal]:
+        """Register files, multipliers, accumulators; the accumulators, lane by lane."""
+        c, p = self.config, self.params
+        bits = p.accumulator_bits
+        init = self._init(m, now[RESULT_CYCLES - 2])
+        adding = now[RESULT_CYCLES - 1]
+        result = now[RESULT_CYCLES]
+        taking = now[0]
+        accumulators: list[Signal] = []
+        assert READ_CYCLE + 1 + MULTIPLIER_CYCLES == RESULT_CYCLES - 1  # memory, multiplier, then the sum
+        for segment in range(c.segments):
+            memory = Memory(
+                shape=unsigned(c.rows * REGISTER_BITS),
+                depth=1 << p.register_bits,
+                init=[],
+                attrs={"ram_style": "block", "no_rw_check": 1},
+            )
+            m.submodules[f"registers_{segment}"] = memory
+            write, port_a, port_b = memory.write_port(), memory.read_port(), memory.read_port()
+            take = taking["take"] & taking.valid
+            enable = result.valid & (result["write"] != 0)
+            if c.segments > 1:
+                enable &= result["segments"][segment]
+            m.d.comb += [
+                write.addr.eq(Mux(take, taking["dst"], result["dst"])),
+                write.en.eq(take | enable),
+                port_a.addr.eq(now[READ_CYCLE]["a"]),
+                port_b.addr.eq(now[READ_CYCLE]["b"]),
+            ]
+            for row in range(c.rows):
+                lane = segment * c.rows + row
+                low = row * REGISTER_BITS
+                factors = [port.data[low : low + REGISTER_BITS].as_signed() for port in (port_a, port_b)]
+                multiplier = Multiplier(REGISTER_BITS, REGISTER_BITS, target=self._target)
+                adder = MultiplexedAdder(bits, target=self._target)
+                m.submodules[f"multiplier_{lane}"] = multiplier
+                m.submodules[f"adder_{lane}"] = adder
+                accumulator = Signal(signed(bits), name=f"accumulator_{lane}", reset_less=True)
+                m.d.comb += [
+                    multiplier.a.eq(factors[0]),
+                    multiplier.a_enable.eq(1),
+                    multiplier.b.eq(factors[1]),
+                    adder.x0.eq(accumulator),
+                    adder.x1.eq(init),
+                    adder.select.eq(adding["first"]),
+                    adder.y.eq(multiplier.o),
+                ]
+                with m.If(adding.valid):
+                    m.d.sync += accumulator.eq(adder.o)
+                word = self.word.word_select(lane, c.operand_bits).as_signed()
+                value = Signal(signed(REGISTER_BITS), name=f"value_{lane}")
+                with m.If(take):
+                    m.d.comb += value.eq(word)
+                with m.Else():
+                    with m.Switch(result["write"]):
+                        for shift in Shift:
+                            # 0 is no write: whatever costs least.
+                            with m.Case(*([int(shift) + 1] if shift else [0, 1])):
+                                m.d.comb += value.eq(accumulator >> p.register_shift(shift))
+                m.d.comb += write.data[low : low + REGISTER_BITS].eq(value)
+                accumulators.append(accumulator)
+        return accumulators
+
+    def _init(self, m: Module, control: _Control) -> Signal:
+        """What accumulators start from, chosen in the cycle before the sum."""
+        p = self.params
+        init = Signal(signed(p.accumulator_bits), reset_less=True)
+        with m.Switch(control["init"]):
+            for choice in Init:
+                with m.Case(choice):
+                    name = choice.job_field
+                    if name is None:
+                        m.d.sync += init.eq(p.init_value(choice))
+                    else:
+                        scale = Value.cast(self.scales[name])
+                        twice = int(choice.twice)
+                        m.d.sync += init.eq(scale << (p.metric_register_shift + twice))
+        return init
+
+    # ---- results ---------------------------------------------------------------------------------------------
+
+    def _emission(self, m: Module, now: list[_Control], accumulators: list[Signal]) -> Value:
+        """Row operands of the result's cycle; one bit a lane where it saturates."""
+        c, p = self.config, self.params
+        result = now[RESULT_CYCLES]
+        m.d.comb += self.emit_valid.eq(result.valid & (result["emit"] != Emit.NONE))
+        low, high = signed_range(c.row_bits)
+        flags: list[Value] = []
+        for lane, accumulator in enumerate(accumulators):
+            segment, row = divmod(lane, c.rows)
+            chosen = Signal(signed(p.accumulator_bits - min(p.query_shift, p.lifted_shift)), name=f"out_{lane}")
+            is_lifted = result["emit"][1]
+            m.d.comb += chosen.eq(Mux(is_lifted, accumulator >> p.lifted_shift, accumulator >> p.query_shift))
+            over = _overflows(chosen, c.row_bits)
+            bound = Mux(chosen[-1], low, high)
+            m.d.comb += self.emit_data[row][segment].eq(Mux(over, bound, chosen[: c.row_bits].as_signed()))
+            flags.append(over)
+        return Cat(*flags) & self.emit_valid.replicate(len(flags))
+
+    def _dump(self, m: Module, now: list[_Control], accumulators: list[Signal]) -> Value:
+        """Held lanes leave, S tokens a cycle; one bit a value written where it saturated."""
+        c, p = self.config, self.params
+        bits, ports, segments = p.accumulator_bits, c.lift_ports, c.segments
+        result = now[RESULT_CYCLES]
+        hold = result.valid & result["hold"]
+        lane = result["dst"][2:]
+        port_bits = (ports - 1).bit_length()
+
+        # Holds.
+        kinds = [Signal(2, name=f"kind_{port}", reset_less=True) for port in range(ports)]
+        held = Signal(ports)
+        base = Signal(len(lane) - port_bits, reset_less=True)
+        number = Signal(range(p.dump_steps))
+        active = Signal()
+        ending = Signal()
+        m.d.comb += ending.eq(active & (number == p.dump_steps - 1))
+        holding = Signal(ports)
+        m.d.comb += holding.eq(Mux(hold, 1 << lane[:port_bits] if port_bits else 1, 0))
+        m.d.sync += held.eq(Mux(ending, 0, held) | holding)
+        with m.If(hold):
+            m.d.sync += base.eq(lane[port_bits:])
+        with m.If(ending):
+            m.d.sync += active.eq(0)
+        with m.If(active):
+            m.d.sync += number.eq(number + 1)
+        with m.If(hold & result["dump"]):
+            m.d.sync += [active.eq(1), number.eq(0)]
+
+        # The tokens of a cycle; then the coarse shift; then the fine one and rounding.
+        shift_of = Array(self.shifts[kind.name.lower()] for kind in Dump)
+        control = _Delay(
+            m,
+            "dump",
+            {
+                "active": active,
+                "base": base,
+                "held": held,
+                "bias": kinds[0] == Dump.BIAS,
+                "number": number,
+            },
+            DUMP_CYCLES,
+        )
+        values: list[list[Signal]] = []
+        fine_bits = 2
+        for port in range(ports):
+            with m.If(holding[port]):
+                m.d.sync += kinds[port].eq(result["dst"][:2])
+            amount = Signal(KEY_SHIFT_BITS, name=f"shift_{port}_1", reset_less=True)
+            fine = Signal(fine_bits, name=f"shift_{port}_2", reset_less=True)
+            m.d.sync += [amount.eq(shift_of[kinds[port]]), fine.eq(amount)]
+            shifted: list[Signal] = []
+            for segment in range(segments):
+                name = f"{port}_{segment}"
+                tokens: list[Value] = []
+                for step in range(p.dump_steps):
+                    token = Signal(signed(bits), name=f"hold_{name}_{step}", reset_less=True)
+                    with m.If(holding[port]):
+                        m.d.sync += token.eq(accumulators[step * segments + segment])
+                    tokens.append(token)
+                token = Signal(signed(bits), name=f"token_{name}", reset_less=True)
+                coarse = Signal(signed(bits + 1), name=f"coarse_{name}", reset_less=True)
+                rounded = Signal(signed(bits + 1), name=f"rounded_{name}", reset_less=True)
+                m.d.sync += token.eq(Array(tokens)[number])
+                # A bit below the value collects the rounding bit: the last one that the shift drops.
+                value: Value = Cat(0, token).as_signed()
+                for level in reversed(range(fine_bits, KEY_SHIFT_BITS)):
+                    value = Mux(amount[level], value >> (1 << level), value)
+                m.d.sync += coarse.eq(value)
+                value = coarse
+                for level in reversed(range(fine_bits)):
+                    value = Mux(fine[level], value >> (1 << level), value)
+                last = Signal(signed(bits + 1), name=f"fine_{name}")
+                m.d.comb += last.eq(value)
+                m.d.sync += rounded.eq((last >> 1) + last[0])
+                shifted.append(rounded)
+            values.append(shifted)
+
+        # Saturate and write.
+        out = control[DUMP_CYCLES]
+        word = Cat(out["number"], self.batch)[: _bits(c.max_tokens // segments)]
+        passes, lanes = c.lifted_passes, Signal(c.block)
+        first_lane = Cat(Const(0, port_bits), out["base"])
+        lifted_pass = Signal(range(passes)) if passes > 1 else Const(0, 1)
+        if passes > 1:
+            m.d.comb += lifted_pass.eq(first_lane >> _bits(c.block))
+        m.d.comb += lanes.eq(Cat(out["held"]) << first_lane[: _bits(c.block)])
+        region = Signal(range(2 * passes))
+        m.d.comb += region.eq(Mux(self.slot, passes, 0) + lifted_pass)
+        write, beta = self.lifted_write, self.bias_write
+        writes = out["active"] & ~out["bias"]
+        m.d.comb += [
+            write.en.eq(Mux(writes, lanes, 0)),
+            write.addr.eq(Cat(word, region)),
+            beta.en.eq(out["active"] & out["bias"]),
+            beta.addr.eq(Cat(word, self.slot)),
+        ]
+        flags: list[Value] = []
+        for port, shifted in enumerate(values):
+            for segment, value in enumerate(shifted):
+                over = _overflows(value, c.lifted_bits)
+                lifted = _saturated(value, c.lifted_bits, over)
+                for position in range(port, c.block, ports):
+                    place = (segment * c.block + position) * c.lifted_bits
+                    m.d.comb += write.data[place : place + c.lifted_bits].eq(lifted)
+                counted = over & writes & out["held"][port]
+                if port == 0:
+                    beyond = _overflows(value, BIAS_BITS)
+                    place = segment * BIAS_BITS
+                    m.d.comb += beta.data[place : place + BIAS_BITS].eq(_saturated(value, BIAS_BITS, beyond))
+                    counted |= beyond & beta.en
+                flags.append(counted)
+        return Cat(*flags)
+
+    def _count(self, m: Module, flags: list[Value]) -> None:
+        """Adds the set bits, at most one of the vectors being other than 0, :data:`SATURATION_CYCLES` later."""
+        width = max(len(flag) for flag in flags)
+        caught = Signal(width)
+        number = Signal(range(width + 1))
+        both: Value = Const(0, width)
+        for flag in flags:
+            both = both | flag
+        m.d.sync += [caught.eq(both), number.eq(_ones(caught))]
+        total = Signal(COUNT_BITS + 1)
+        assert SATURATION_CYCLES == 3  # caught, number, total
+        m.d.comb += total.eq(self.saturations + number)
+        with m.If(self.clear):
+            m.d.sync += self.saturations.eq(0)
+        with m.Else():
+            m.d.sync += self.saturations.eq(Mux(total[-1], (1 << COUNT_BITS) - 1, total))
+
+
+class _Control:
+    """Fields of an instruction in one stage of the pipeline, and whether there is one."""
+
+    #: Last stage in which a field is used.
+    _LIFE: ClassVar[dict[str, int]] = {
+        "a": READ_CYCLE,
+        "b": READ_CYCLE,
+        "take": 0,
+        "init": RESULT_CYCLES - 2,
+        "first": RESULT_CYCLES - 1,
+        "dst": RESULT_CYCLES,
+        "write": RESULT_CYCLES,
+        "segments": RESULT_CYCLES,
+        "emit": RESULT_CYCLES,
+        "hold": RESULT_CYCLES,
+        "dump": RESULT_CYCLES,
+    }
+
+    def __init__(self, fields: dict[str, Value], valid: Signal) -> None:
+        self._fields = fields
+        self.valid = valid
+
+    def __getitem__(self, name: str) -> Value:
+        return self._fields[name]
+
+    def registered(self, m: Module, stage: int) -> _Control:
+        """The next stage, ``stage``."""
+        fields: dict[str, Value] = {}
+        for name, value in self._fields.items():
+            if self._LIFE.get(name, -1) >= stage:
+                register = Signal(len(value), name=f"{name}_{stage}", reset_less=True)
+                m.d.sync += register.eq(value)
+                fields[name] = register
+        valid = Signal(name=f"valid_{stage}")
+        m.d.sync += valid.eq(self.valid)
+        return _Control(fields, valid)
+
+
+class _Delay:
+    """Named values, registered once a cycle: ``delay[k]`` is what they were k cycles ago."""
+
+    def __init__(self, m: Module, name: str, values: dict[str, Value], cycles: int) -> None:
+        self._stages = [values]
+        for cycle in range(1, cycles + 1):
+            stage: dict[str, Value] = {}
+            for key, value in self._stages[-1].items():
+                register = Signal(Shape.cast(Value.cast(value).shape()), name=f"{name}_{key}_{cycle}")
+                m.d.sync += register.eq(value)
+                stage[key] = register
+            self._stages.append(stage)
+
+    def __getitem__(self, cycle: int) -> dict[str, Value]:
+        return self._stages[cycle]
+
+
+def _bits(depth: int) -> int:
+    """Address bits of a power of two."""
+    return (depth - 1).bit_length()
+
+
+def _overflows(value: Value, bits: int) -> Value:
+    """Whether a signed value is beyond ``bits`` bits."""
+    if len(value) <= bits:
+        return Const(0, 1)
+    upper = value[bits - 1 :]
+    return ~(upper.all() | ~upper.any())
+
+
+def _saturated(value: Value, bits: int, over: Value) -> Value:
+    low, high = signed_range(bits)
+    return Mux(over, Mux(value[-1], low, high), value[:bits].as_signed())
+
+
+def _ones(vector: Value) -> Value:
+    """Number of set bits, by a tree."""
+    counts: list[Value] = [vector[n] for n in range(len(vector))]
+    while len(counts) > 1:
+        counts = [
+            counts[n] + counts[n + 1] if n + 1 < len(counts) else counts[n] for n in range(0, len(counts), 2)
+        ]
+    return counts[0]
