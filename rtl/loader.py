@@ -274,7 +274,7 @@ class Loader(wiring.Component):
                     lift.count.eq(query_words - lift.params.query_words),
                     lift.word_valid.eq((claimed | claim) & Mux(factors, entry_valid, ready)),
                     consume.eq(word_end),
-                    section_end.eq(Mux(flag["lift"], lift.done, word_end & number_last)),
+                    section_end.eq(Mux(flag["lift"], claimed & lift.done, word_end & number_last)),
                 ]
                 with m.If(claim):
                     m.d.sync += [claimed.eq(1), lift_busy.eq(flag["lift"]), plain.eq(~flag["lift"])]
