@@ -206,7 +206,8 @@ class Loader(wiring.Component):
         batch_blocks = max(1, c.lift_tokens // c.block)  # of a batch
         has_batch: Value = flag["bias"]
         if batch_blocks > 1:
-            has_batch = has_batch & (block[: _bits(batch_blocks)] == 0)
+            coming = block + (state == State.KEY)
+            has_batch = has_batch & (coming[: _bits(batch_blocks)] == 0)
 
         # Ring of queries.
         free = Signal(range(c.query_groups + 1), init=c.query_groups)
