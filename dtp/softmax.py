@@ -2,7 +2,7 @@
 
 A row's scores arrive in blocks of keys. The running maximum m is an integer, so that a rise of it rescales
 old sums by a shift (Softermax [Stevens et al., DAC 2021]); the denominator is the sum of the *quantised*
-probabilities, so that the attention of a row always sums to 1. Scores are s22f12 in the log2 domain.
+probabilities, so that a row still sums to 1. Scores are s22f12 in the log2 domain.
 
     m'      = max(m, ⌈max s⌉)                    over the kept keys of the block, an integer
     rescale = min(m' − m, 31)                    0 where the row had no kept key before

@@ -168,33 +168,41 @@ def test_denominator_is_zero_only_without_a_kept_key_seed_13() -> None:
     assert not attention[~kept].any()
 
 
-def laplace_rows() -> tuple[np.ndarray, np.ndarray]:
+def laplace_rows(seed: int) -> tuple[np.ndarray, np.ndarray]:
     """50 rows of 512 scores, Laplace with scale 2 in the log2 domain, and their exact softmax."""
-    scores = np.rint(np.random.default_rng(14).laplace(0, 2, (50, 512)) * ONE).astype(np.int64)
+    scores = np.rint(np.random.default_rng(seed).laplace(0, 2, (50, 512)) * ONE).astype(np.int64)
     assert 1.9 < np.abs(scores / ONE).mean() < 2.1
     exact = np.exp2(scores / ONE - scores.max(axis=1, keepdims=True) / ONE)
     return scores, exact / exact.sum(axis=1, keepdims=True)
 
 
-def test_attention_is_close_to_the_exact_softmax_seed_14() -> None:
-    scores, exact = laplace_rows()
+def largest_error(seed: int, w: int, block: int = 16) -> float:
+    scores, exact = laplace_rows(seed)
     kept = np.ones(scores.shape, dtype=bool)
-    errors = {
-        w: float(np.abs(probabilities_real(scores, kept, block=16, probability_bits=w) - exact).max())
-        for w in WIDTHS
-    }
-    assert errors[12] < 0.01
-    assert sorted(errors.values(), reverse=True) == list(errors.values())
-    assert errors[16] < 0.001
+    attention = probabilities_real(scores, kept, block=block, probability_bits=w)
+    # What rescaling rounds off a denominator is next to nothing.
+    assert np.abs(attention.sum(axis=1) - 1).max() < 2.0 ** (1 - w) * 512 / block / 2
+    return float(np.abs(attention - exact).max())
+
+
+def test_attention_is_close_to_the_exact_softmax_seed_0() -> None:
+    errors = [largest_error(0, w) for w in WIDTHS]
+    assert errors[WIDTHS.index(12)] < 0.01
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.001
+
+
+def test_spread_of_the_largest_error_over_seeds_0_to_19() -> None:
+    """Rare rows of one strong key over many weak ones exceed 0.01 with 12 bits; none does with 14."""
+    errors = sorted(largest_error(seed, 12) for seed in range(20))
+    assert errors[len(errors) // 2] < 0.01
+    assert errors[-1] < 0.015
+    assert max(largest_error(seed, 14) for seed in range(20)) < 0.006
 
 
 @pytest.mark.parametrize("block", [4, 16, 512])
-def test_block_size_hardly_changes_the_attention_seed_14(block: int) -> None:
-    scores, exact = laplace_rows()
-    kept = np.ones(scores.shape, dtype=bool)
-    attention = probabilities_real(scores, kept, block=block, probability_bits=14)
-    assert float(np.abs(attention - exact).max()) < 0.004
-    assert np.abs(attention.sum(axis=1) - 1).max() < 0.01
+def test_block_size_hardly_changes_the_attention_seed_0(block: int) -> None:
+    assert largest_error(0, 14, block) < 0.006
 
 
 def test_worst_case_shrinks_with_the_width_of_p() -> None:
@@ -228,9 +236,9 @@ def test_parameters_of_the_presets(name: str) -> None:
 def test_shift_bits_reach_the_last_probability(w: int) -> None:
     params = SoftmaxParams(Config.load("tiny").changed(probability_bits=w))
     state = SoftmaxState(1, w)
-    gaps = np.arange(1 << params.shift_bits, 32)
+    gaps = np.arange(1 << params.shift_bits, 100)
     p, _ = advance(state, [[0, *(-gaps * ONE)]], np.ones((1, 1 + len(gaps)), dtype=bool))
-    assert len(gaps)
+    assert p[0, 0] == 2**w - 1
     assert not p[0, 1:].any()
 
 
