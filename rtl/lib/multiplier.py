@@ -236,9 +236,7 @@ class CopyRegister(wiring.Component):
                     p_REGSET="RESET",
                     i_CLK=ClockSignal(),
                     i_LSR=Const(0, 1),
-                    i_CE=Const(1, 1),
                     i_DI=self.i[n],
-                    i_M=Const(0, 1),
                     o_Q=self.o[n],
                 )
         else:

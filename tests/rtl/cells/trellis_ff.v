@@ -8,7 +8,7 @@ module TRELLIS_FF #(
     parameter SRMODE = "LSR_OVER_CE",
     parameter REGSET = "RESET"
 ) (
-    input CLK, LSR, CE, DI, M,
+    input CLK, LSR, DI,
     output Q
 );
     if (GSR != "DISABLED" || CEMUX != "1" || CLKMUX != "CLK" || LSRMUX != "LSR" || SRMODE != "LSR_OVER_CE" ||
@@ -17,7 +17,7 @@ module TRELLIS_FF #(
 
     reg q = 0;
     always @(posedge CLK) begin
-        if (LSR || !CE || M) $fatal(1, "TRELLIS_FF: this use of the inputs is not modelled");
+        if (LSR) $fatal(1, "TRELLIS_FF: this use of the inputs is not modelled");
         q <= DI;
     end
     assign Q = q;
