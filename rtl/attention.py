@@ -14,7 +14,7 @@ from rtl.layouts import StepTag
 from rtl.lib.multiplier import Target
 from rtl.lib.streams import RegisterSlice
 from rtl.loader import Loader
-from rtl.normaliser import Normaliser
+from rtl.normaliser import Normaliser, OutputLayout
 from rtl.operands import OperandMemories
 from rtl.softmax import Softmax
 from rtl.walker import Walker
@@ -44,19 +44,6 @@ class InputLayout(data.StructLayout):
 
     def __init__(self, config: Config) -> None:
         super().__init__({"data": unsigned(8 * config.input_bytes), "last": unsigned(1)})
-
-
-class OutputLayout(data.StructLayout):
-    """One output beat: ``output_bytes`` bytes, empty rows of the group, and whether it is the job's last."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(
-            {
-                "data": unsigned(8 * config.output_bytes),
-                "user": unsigned(config.rows),
-                "last": unsigned(1),
-            }
-        )
 
 
 class AttentionTile(wiring.Component):
@@ -247,7 +234,7 @@ class AbortGate(wiring.Component):
             m.d.sync += answers.eq(answer_beats)
         with m.Elif((answers != 0) & register.i.ready & ~stopped):
             m.d.sync += answers.eq(answers - 1)
-        record = StatusRecord(error=ErrorCode.ABORTED).to_bytes()
+        record = StatusRecord(ErrorCode.ABORTED, 0, 0, 0, 0, 0).pack()
         words = Signal(8 * answer_beats * c.output_bytes)
         tag_place = StatusRecord.offset("tag")
         plain = int.from_bytes(record, "little")

@@ -15,7 +15,6 @@ __all__ = [
     "PassLayout",
     "RecordKind",
     "RecordLayout",
-    "SoftmaxItemLayout",
     "StepControlLayout",
     "StepTag",
 ]
@@ -149,25 +148,6 @@ class StepTag(data.StructLayout):
                 "is_values": unsigned(1),
                 "slot": unsigned(max(_below(c.lookahead + 1), _below(c.output_slots))),
                 "number": unsigned(_below(c.max_chunks * c.pass_steps)),
-            }
-        )
-
-
-class SoftmaxItemLayout(data.StructLayout):
-    """What the softmax has to know of an item before its scores come."""
-
-    def __init__(self, config: Config) -> None:
-        c = config
-        tokens = unsigned(_below(c.max_tokens + 1))
-        super().__init__(
-            {
-                "slot": unsigned(_below(c.lookahead + 1)),
-                "first": unsigned(1),
-                "last": unsigned(1),
-                "key_base": tokens,
-                "query_base": tokens,
-                "valid_length": tokens,
-                "causal": unsigned(1),
             }
         )
 

@@ -15,9 +15,9 @@ from rtl.layouts import (
     PassLayout,
     RecordKind,
     RecordLayout,
-    SoftmaxItemLayout,
     StepControlLayout,
 )
+from rtl.softmax import ItemLayout as SoftmaxItemLayout
 
 __all__ = ["Walker"]
 
@@ -89,7 +89,9 @@ class Walker(wiring.Component):
     def elaborate(self, platform: object) -> Module:
         m = Module()
         c = self.config
-        head, head_valid, head_taken = self._generate_items(m)
+        ending = Signal()
+        ending_slot = Signal()
+        head, head_valid, head_taken = self._generate_items(m, ending, ending_slot)
 
         # Items whose scores are issued and whose P·V is not, the job's end marker included.
         depth = c.lookahead + 2
@@ -114,8 +116,6 @@ class Walker(wiring.Component):
         stepped = Signal(PassLayout(c))
         stepped_valid = Signal()
         feed_takes = Signal()
-        ending = Signal()
-        ending_slot = Signal()
         closed = Signal()  # the end marker of a job is pending: only P·V until it is popped
 
         job = self.jobs[now.slot]
@@ -216,9 +216,7 @@ class Walker(wiring.Component):
                     with m.If(oldest.last):
                         _count(m, output_slot, c.output_slots)
 
-        self._feed(
-            m, now, now_valid, last_pass, fed, fed_valid, stepped, stepped_valid, feed_takes, null_release
-        )
+        self._feed(m, now, now_valid, last_pass, fed, fed_valid, stepped, stepped_valid, feed_takes, null_release)
 
         slot_busy = Signal()
         m.d.comb += slot_busy.eq(
@@ -231,7 +229,7 @@ class Walker(wiring.Component):
             m.d.sync += ending.eq(0)
         return m
 
-    def _generate_items(self, m: Module) -> tuple[data.View, Signal, Signal]:
+    def _generate_items(self, m: Module, ending: Signal, ending_slot: Signal) -> tuple[data.View, Signal, Signal]:
         """Kept blocks of every group of every job in order; the register ``head`` holds the next item."""
         c = self.config
         head = Signal(ItemLayout(c))
@@ -257,9 +255,7 @@ class Walker(wiring.Component):
         m.d.comb += lowest.eq(remaining & (~remaining + 1))
         index = Signal(range(c.max_blocks))
         for bit in range(len(index)):
-            m.d.comb += index[bit].eq(
-                Cat(lowest[number] for number in range(c.max_blocks) if number >> bit & 1).any()
-            )
+            m.d.comb += index[bit].eq(Cat(lowest[number] for number in range(c.max_blocks) if number >> bit & 1).any())
         after = Signal(c.max_blocks)
         m.d.comb += after.eq(remaining & (remaining - 1))
         live = Signal(range(c.rows + 1))
@@ -276,7 +272,8 @@ class Walker(wiring.Component):
         with m.FSM(name="items"):
             with m.State("job"):
                 m.d.sync += [row_number.eq(0), query_base.eq(0), causal_legal.eq(1)]
-                with m.If(self.job_valid.bit_select(slot, 1)):
+                # A slot that is about to be given back still says that its old job is there.
+                with m.If(self.job_valid.bit_select(slot, 1) & ~(ending & (ending_slot == slot))):
                     with m.If(job.error != 0):
                         m.next = "end"
                     with m.Else():
@@ -395,9 +392,7 @@ class Walker(wiring.Component):
         job = self.jobs[stepped.slot]
         sub_pass = Mux(stepped.is_values, sub_number, stepped.number)
         in_block = Mux(stepped.is_values, self.v_block[stepped.slot], self.k_block[stepped.slot])
-        in_pass = Mux(stepped.is_values, self.v_entry[stepped.slot], self.k_entry[stepped.slot]) >> _log2(
-            c.pass_steps
-        )
+        in_pass = Mux(stepped.is_values, self.v_entry[stepped.slot], self.k_entry[stepped.slot]) >> _log2(c.pass_steps)
         operands_there = Signal()
         within_pass = (step_number & (c.pass_steps - 1)) != 0
         m.d.comb += operands_there.eq(

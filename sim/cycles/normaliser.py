@@ -13,7 +13,7 @@ from dtp.errors import must
 from dtp.fixed import Int
 from dtp.normaliser import NormaliserParams, RecordKind
 
-__all__ = ["NormaliserTiming", "normaliser_timing"]
+__all__ = ["NormaliserModel", "NormaliserTiming", "normaliser_timing"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,6 @@ def normaliser_timing(
     ------
     DtpError: lengths that do not fit.
     """
-    p = NormaliserParams(config)
     kind, push, count = (np.asarray(x, dtype=np.int64) for x in (kinds, pushes, steps))
     group_valid = np.asarray(group_valids, dtype=np.int64)
     groups = int(np.count_nonzero(kind == RecordKind.DATA))
@@ -91,35 +90,85 @@ def normaliser_timing(
     ):
         if len(value) != length:
             raise must("normaliser_timing", name, f"of length {length}", len(value))
-    before = -(1 << 40) if busy_until is None else busy_until
-    beats, records = [], []
-    first_issue, last_issue = np.zeros_like(push), np.zeros_like(push)
-    freed = np.zeros_like(push)
+    model = NormaliserModel(config, busy_until)
     group = 0
     for n in range(len(kind)):
-        words = p.status_words if kind[n] == RecordKind.STATUS else int(count[n]) * p.step_words
-        earliest = np.full(words, push[n] + p.record_cycles, dtype=np.int64)
-        earliest[0] = max(earliest[0], before + (p.status_gap if kind[n] == RecordKind.STATUS else 1))
         if kind[n] == RecordKind.DATA:
             arrivals = np.asarray(values[group], dtype=np.int64)
             if arrivals.shape != (int(count[n]),):
                 raise must("normaliser_timing", f"values[{group}]", f"of shape ({int(count[n])},)", arrivals.shape)
-            earliest = np.maximum(earliest, np.repeat(arrivals + p.value_cycles, p.step_words))
-            earliest = np.maximum(earliest, group_valid[group] + p.reciprocal_cycles)
+            model.add(RecordKind.DATA, int(push[n]), int(count[n]), arrivals, int(group_valid[group]))
             group += 1
+        else:
+            model.add(RecordKind(kind[n]), int(push[n]), int(count[n]))
+    return model.timing()
+
+
+class NormaliserModel:
+    """The normaliser, record after record; cycles as :class:`NormaliserTiming` has them.
+
+    Parameters
+    ----------
+    config: the processor
+    busy_until: cycle of the last issue before the first record, None when nothing was issued
+    """
+
+    def __init__(self, config: Config, busy_until: int | None = None) -> None:
+        self._params = NormaliserParams(config)
+        self._before = -(1 << 40) if busy_until is None else busy_until
+        self._slots = config.output_slots
+        self._beats: list[Int] = []
+        self._first: list[int] = []
+        self._last: list[int] = []
+        self._freed: list[int] = []
+        self._data: list[int] = []
+        self._status: list[int] = []
+
+    def earliest(self, kind: RecordKind, cycle: int) -> int:
+        """First cycle from ``cycle`` on in which a record of this kind is taken."""
+        depth = self._params.record_depth
+        if len(self._last) >= depth:
+            cycle = max(cycle, self._last[-depth] + 1)
+        if kind == RecordKind.DATA and len(self._data) >= self._slots:
+            cycle = max(cycle, self._data[-self._slots])
+        if kind == RecordKind.STATUS and self._status:
+            cycle = max(cycle, self._status[-1])
+        return cycle
+
+    def add(self, kind: RecordKind, push: int, steps: int = 0, values: Int | None = None, group_valid: int = 0) -> None:
+        """The next record, pushed in cycle ``push``; DATA also says when its values and its denominators come."""
+        p = self._params
+        words = p.status_words if kind == RecordKind.STATUS else steps * p.step_words
+        start = max(push + p.record_cycles, self._before + (p.status_gap if kind == RecordKind.STATUS else 1))
         order = np.arange(words)
-        issue = np.maximum.accumulate(earliest - order) + order
-        first_issue[n], last_issue[n] = issue[0], issue[-1]
-        freed[n] = issue[-1] + (p.status_release_cycles if kind[n] == RecordKind.STATUS else 1)
-        before = int(issue[-1])
-        beat = issue[p.beat_words - 1 :: p.beat_words] + p.issue_cycles
-        beats.append(beat)
-        records.append(np.full(len(beat), n, dtype=np.int64))
-    empty = np.zeros(0, dtype=np.int64)
-    return NormaliserTiming(
-        beats=np.concatenate([empty, *beats]),
-        beat_records=np.concatenate([empty, *records]),
-        first_issue=first_issue,
-        last_issue=last_issue,
-        freed=freed,
-    )
+        if kind == RecordKind.DATA:
+            assert values is not None
+            start = max(start, group_valid + p.reciprocal_cycles)
+            earliest = np.maximum(np.repeat(values + p.value_cycles, p.step_words), start)
+            issue = np.maximum.accumulate(earliest - order) + order
+        else:
+            issue = start + order
+        self._before = int(issue[-1])
+        self._first.append(int(issue[0]))
+        self._last.append(self._before)
+        freed = self._before + (p.status_release_cycles if kind == RecordKind.STATUS else 1)
+        self._freed.append(freed)
+        if kind == RecordKind.DATA:
+            self._data.append(freed)
+        if kind == RecordKind.STATUS:
+            self._status.append(freed)
+        self._beats.append(issue[p.beat_words - 1 :: p.beat_words] + p.issue_cycles)
+
+    def beats(self) -> Int:
+        """Cycle of every output beat so far."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *self._beats])
+
+    def timing(self) -> NormaliserTiming:
+        """All that has been added."""
+        return NormaliserTiming(
+            beats=self.beats(),
+            beat_records=np.repeat(np.arange(len(self._beats)), [len(beats) for beats in self._beats]),
+            first_issue=np.array(self._first, dtype=np.int64),
+            last_issue=np.array(self._last, dtype=np.int64),
+            freed=np.array(self._freed, dtype=np.int64),
+        )

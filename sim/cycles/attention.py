@@ -1,0 +1,226 @@
+"""Cycle model of the attention tile: the cycle of every output beat, without looking at the hardware.
+
+The model follows the passes of the array in their static order (``docs/tile.md`` §2) and keeps, for each, the cycles of its
+first and last step; loader, softmax and normaliser have models of their own. Source and sink never stall. The work is a few
+additions an operation, never a cycle.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dtp.array import MULTIPLIER_CYCLES
+from dtp.attention import kept_blocks
+from dtp.config import Config
+from dtp.fixed import Int
+from dtp.normaliser import RecordKind
+from dtp.quantise import Head
+from dtp.softmax import SoftmaxParams
+from sim.cycles.loader import LoaderModel
+from sim.cycles.normaliser import NormaliserModel
+
+__all__ = ["Prediction", "predict"]
+
+GATE_CYCLES = 1
+"""The output register behind the normaliser."""
+OPERAND_READ_CYCLES = 2
+"""Operand memory and register in front of the array."""
+ROW_CYCLES = 3
+"""The walk's way to a new row of the block mask: address, mask, first item."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Cycles of a run from idle; the first input beat is taken in cycle 0.
+
+    Members
+    -------
+    beat_cycles: (beats,) cycle in which each output beat is taken
+    total_cycles: from the first input beat to the last output beat, both counted
+    array_busy_cycles: steps of the array
+    stalls: cycles without a step between the array's first and last one, by what the next pass waited for: ``queries``,
+        ``operands`` (keys or values), ``probabilities``, ``output`` (a free slot of the normaliser) and ``issue`` (the walk itself)
+    """
+
+    beat_cycles: Int
+    total_cycles: int
+    array_busy_cycles: int
+    stalls: dict[str, int] = field(default_factory=dict)
+
+
+def array_latency(config: Config) -> int:
+    """Cycles from a step at the array's ports to its result: port, multiplier, tree, shift, accumulator."""
+    tree = (config.block - 1).bit_length()
+    return 1 + MULTIPLIER_CYCLES + tree + 2
+
+
+def predict(config: Config, heads: Sequence[Head]) -> Prediction:
+    """The run of all heads back to back."""
+    return _Walk(config, heads).run()
+
+
+@dataclass
+class _Item:
+    """A kept (group, block) or an empty group (``null``); ``done``: when its probabilities are complete."""
+
+    group: int
+    block: int
+    first: bool
+    last: bool
+    null: bool = False
+    done: int = 0
+
+
+class _Walk:
+    """The three stages of :class:`rtl.walker.Walker`, in cycles. Names of members are cycles unless they count."""
+
+    def __init__(self, config: Config, heads: Sequence[Head]) -> None:
+        self.config = config
+        self.heads = heads
+        self.loader = LoaderModel(config, [head.job for head in heads])
+        self.normaliser = NormaliserModel(config)
+        self.softmax = SoftmaxParams(config)
+        self.delay = OPERAND_READ_CYCLES + array_latency(config)
+        self.generator = 0  # the generator looks for the next job from here on
+        self.head_free = -1  # the item register is free from here on
+        self.event = -1  # last push or pop of an item
+        self.taken = -1  # the feed stage took the last pass of the latest operation
+        self.moved = -1  # the latest pass went from the feed to the step stage
+        self.first_step = -1
+        self.last_step = -1
+        self.scores_moved = -2  # the latest score pass left the feed stage
+        self.key_free = -(1 << 30)  # softmax: the next item's first key may be read from here on
+        self.starts: list[int] = []  # first steps of each run of pass_steps steps of the latest pass
+        self.slot_free = -1  # the walker holds no finished job back from here on
+        self.ring = 0  # groups before the current job
+        self.busy = 0
+        self.stalls = dict.fromkeys(("queries", "operands", "probabilities", "output", "issue"), 0)
+
+    def run(self) -> Prediction:
+        for number, head in enumerate(self.heads):
+            self._job(number, head)
+        beats = self.normaliser.beats() + GATE_CYCLES
+        total = int(beats[-1]) + 1 if len(beats) else 0
+        return Prediction(beats, total, self.busy, self.stalls)
+
+    def _job(self, number: int, head: Head) -> None:
+        c, job = self.config, head.job
+        chunks, passes = job.chunks(c), job.passes(c)
+        kept = kept_blocks(c, job, head.block_mask)
+        pending: deque[_Item] = deque()
+        ready = max(self.generator, self.loader.job_valid(number)) + ROW_CYCLES
+        for group, row in enumerate(kept):
+            blocks = np.flatnonzero(row).tolist()
+            items = [
+                _Item(group, block, place == 0, place == len(blocks) - 1) for place, block in enumerate(blocks)
+            ] or [_Item(group, 0, True, True, null=True)]
+            for item in items:
+                written = max(ready, self.head_free)
+                ready = written + 1
+                while len(pending) > c.lookahead:
+                    self._values(number, pending.popleft(), chunks)
+                self._scores(number, item, passes, chunks, written + 1)
+                pending.append(item)
+            ready += ROW_CYCLES - 1
+        # The end marker of the job.
+        written = max(ready - (ROW_CYCLES - 1), self.head_free)
+        self.generator = written + 1
+        while len(pending) > c.lookahead:
+            self._values(number, pending.popleft(), chunks)
+        self.event = self.head_free = max(self.event + 1, written + 1)
+        while pending:
+            self._values(number, pending.popleft(), chunks)
+        self._end(number)
+        self.ring += len(kept)
+
+    def _end(self, number: int) -> None:
+        """The status record of a job, and its slot."""
+        push = max(self.event + 1, self.loader.job_done(number), self.slot_free)
+        push = self.normaliser.earliest(RecordKind.STATUS, push)
+        self.normaliser.add(RecordKind.STATUS, push)
+        self.event = push
+        release = max(push + 1, self.last_step + 1)
+        self.slot_free = release + 1
+        self.loader.release(release)
+
+    def _scores(self, number: int, item: _Item, passes: int, chunks: int, visible: int) -> None:
+        c = self.config
+        group = self.ring + item.group
+        if item.null:
+            start = max(self.event + 1, visible, self.loader.query_group(group), self.scores_moved + 1)
+            self.event = self.head_free = start
+            self.loader.release_query(start)
+            return
+        start = max(self.event + 1, visible, self.taken)
+        self.event = self.head_free = start
+        now = start + 1
+        for index in range(passes):
+            if index < chunks:
+                source = self.loader.query_pass(group, index)
+                operands = (self.loader.key_pass(number, item.block, index),)
+            else:
+                source = self.loader.query_group(group)
+                operands = (0,)
+            fed = self._pass(now, source, operands, "queries")
+            now = self.taken + 1
+        self.scores_moved = self.moved
+        if item.last:
+            self.loader.release_query(fed)
+        # Softmax: the keys of an item are read one a cycle, after the item before it.
+        key = max(self.last_step + self.delay + self.softmax.issue_cycle, self.key_free)
+        self.key_free = key + c.block
+        item.done = key + c.block - 1 + self.softmax.probability_stage
+
+    def _values(self, number: int, item: _Item, chunks: int) -> None:
+        c = self.config
+        steps = chunks * c.pass_steps
+        if item.null:
+            self.event = self.normaliser.earliest(RecordKind.NULL, self.event + 1)
+            self.normaliser.add(RecordKind.NULL, self.event, steps)
+            return
+        wanted = start = max(self.event + 1, self.taken)
+        if item.last:
+            start = self.normaliser.earliest(RecordKind.DATA, start)
+        self.event = start
+        operands = self.loader.value_passes(number, item.block)
+        self._pass(start + 1, item.done + 1, operands, "probabilities", "output" if start > wanted else "issue")
+        if item.last:
+            results = np.concatenate([np.arange(s, s + c.pass_steps) for s in self.starts]) + self.delay
+            group_valid = item.done + self.softmax.group_latency - self.softmax.latency
+            self.normaliser.add(RecordKind.DATA, start, steps, results, group_valid)
+
+    def _pass(self, now: int, source: int, operands: Sequence[int], name: str, idle: str = "issue") -> int:
+        """Feeds and steps of one pass whose descriptor is there in cycle ``now``; returns the cycle of its last feed.
+
+        ``source`` is the first cycle in which its stationary operand can be read, ``operands`` the same for each run of
+        ``pass_steps`` steps.
+        """
+        length = self.config.pass_steps
+        self.taken = max(now, self.moved)
+        unsourced = max(self.taken + 1, self.first_step)
+        feed = max(unsourced, source)
+        last_feed = feed + length - 1
+        self.moved = max(last_feed, self.last_step)
+        start = self.moved + 1
+        gap = start - self.last_step - 1
+        if gap and self.busy:
+            late = min(gap, feed - unsourced)
+            self.stalls[name] += late
+            self.stalls[idle] += gap - late
+        starts = []
+        for ready in operands:
+            if ready > start:
+                if self.busy:
+                    self.stalls["operands"] += ready - start
+                start = ready
+            starts.append(start)
+            self.busy += length
+            start += length
+        self.starts = starts
+        self.first_step = starts[0]
+        self.last_step = start - 1
+        return last_feed
