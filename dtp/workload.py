@@ -51,6 +51,7 @@ unknown tensor or metadata name is an error.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -348,7 +349,7 @@ class Workload:
             When the folder does not exist or cannot be written.
         """
         tensors = {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
-        data = safetensors_bytes(tensors, self.metadata())
+        data = with_sorted_header(safetensors_bytes(tensors, self.metadata()))
         place = Path(path)
         partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
         try:
@@ -552,6 +553,14 @@ class Workload:
             head, row = divmod(int(np.argmax(empty)), empty.shape[1])
             rule = "keeping at least one block of every query row after causality and padding"
             raise _must("block_mask", rule, f"none in head {head}, block row {row}")
+
+
+def with_sorted_header(data: bytes) -> bytes:
+    """A safetensors file's bytes with the names of its header in order: equal contents then give equal files."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
 def parse_mode(text: str) -> Mode:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dtp.errors import DtpError
 from dtp.reference.digits import CHECKPOINT, SPLIT_SEED, accuracy, digits, load_classifier, split
 from dtp.reference.fbt import FbtClassifier, FbtConfig, metric_loss
+from dtp.workload import with_sorted_header
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def write_checkpoint(model: FbtClassifier, path: Path, metadata: dict[str, str])
     weights = {name: value.float().contiguous() for name, value in model.state_dict().items()}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(safetensors_bytes(weights, metadata))
+        partial.write_bytes(with_sorted_header(safetensors_bytes(weights, metadata)))
         os.replace(partial, path)
     except OSError as error:
         raise DtpError(f"{path}: the checkpoint cannot be written ({error.strerror})") from None

@@ -84,6 +84,13 @@ def test_a_file_gives_back_every_field(mode: Mode, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["job.safetensors"]
 
 
+def test_equal_workloads_give_equal_files(tmp_path: Path) -> None:
+    given = fields()
+    for name in ("one", "two", "three"):
+        Workload(**given).save(tmp_path / name)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
 def test_a_minimal_file_gets_the_documented_defaults(tmp_path: Path) -> None:
     path = tmp_path / "job.safetensors"
     tensors = {"q": normal(2, 5, 4), "k": normal(1, 5, 4), "v": normal(1, 5, 4)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,17 @@ import pytest
 import torch
 
 from dtp.errors import DtpError, MissingToolError
-from dtp.reference.attention import attention, keep_masks, masked_probabilities, scores
-from dtp.reference.digits import CHECKPOINT, accuracy, checkpoint_metadata, digits, load_classifier, split
-from dtp.reference.fbt import geodesic_attention
+from dtp.reference.attention import attention, keep_masks, masked_probabilities, scores, sqnr_db
+from dtp.reference.digits import (
+    CHECKPOINT,
+    accuracy,
+    checkpoint_metadata,
+    digits,
+    layer_tensors,
+    load_classifier,
+    split,
+)
+from dtp.reference.fbt import FbtConfig, geodesic_attention
 from dtp.workload import Mode, Workload
 from tools import train_digits, workloads
 from tools.workloads import PROSE, digits_workload, minilm_extract, minilm_workload, random_workload
@@ -133,15 +142,20 @@ def test_the_checkpoints_metrics_have_not_collapsed() -> None:
         assert mean == pytest.approx(float(metadata[f"layer{layer}_metric_mean"]), abs=0.01)
 
 
-def test_the_metrics_matter_to_the_checkpoint() -> None:
-    """Flattening the metric changes answers: the geometry is used, not carried along."""
+def test_the_checkpoint_needs_its_attention_and_its_metrics() -> None:
+    """Uniform attention ruins the answers, and a flat metric the attention: neither is carried along unused."""
 
-    def flat(q, k, v, frame, metric_factor, curvature, tau):  # type: ignore[no-untyped-def]
-        return geodesic_attention(q, k, v, frame, 0 * metric_factor, 0 * curvature, tau)
+    def uniform(q, k, v, frame, metric_factor, curvature, tau):  # type: ignore[no-untyped-def]
+        return v.mean(-2, keepdim=True).expand_as(v)
 
-    held_out = split()[1][:200]
-    model = load_classifier()
-    assert accuracy(model, held_out, flat) < accuracy(model, held_out)
+    held_out, model = split()[1][:200], load_classifier()
+    assert accuracy(model, held_out, uniform) < 0.6
+    for layer in range(2):
+        seen = layer_tensors(model, held_out[:20], layer)
+        own = geodesic_attention(*seen, model.config.temperature)
+        nothing = {"metric_factor": 0 * seen.metric_factor, "curvature": 0 * seen.curvature}
+        flat = geodesic_attention(*seen._replace(**nothing), model.config.temperature)
+        assert (sqnr_db(own.transpose(0, 1), flat.transpose(0, 1)) < 20).all()
 
 
 def test_a_digits_workload_gives_the_models_own_attention() -> None:
@@ -181,14 +195,26 @@ def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
         load_classifier(path)
 
 
-def test_training_writes_a_checkpoint_and_repeats(tmp_path: Path) -> None:
-    """One epoch, twice: the seed decides every weight, and the written file is what was measured."""
-    for name in ("one", "two"):
-        train_digits.main(["--out", str(tmp_path / name), "--epochs", "1", "--seed", "3"])
-    metadata = checkpoint_metadata(tmp_path / "one")
+def test_training_repeats() -> None:
+    sizes, options = FbtConfig(layers=1, hidden_width=16), train_digits.TrainConfig(seed=3, epochs=1, batch=128)
+    one, two, other = (
+        train_digits.train(sizes, given).state_dict() for given in (options, options, replace(options, seed=4))
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["position"], other["position"])
+
+
+def test_training_measures_the_file_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "digits.safetensors"
+    train_digits.main(["--out", str(path), "--epochs", "1", "--seed", "3"])
+    metadata = checkpoint_metadata(path)
     assert metadata["command"] == "python -m tools.train_digits --epochs 1 --seed 3"
-    assert float(metadata["held_out_accuracy"]) == accuracy(load_classifier(tmp_path / "one"), split()[1])
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    measured = accuracy(load_classifier(path), split()[1])
+    assert float(metadata["held_out_accuracy"]) == measured
+    assert f"held-out accuracy {measured:.4f}" in capsys.readouterr().out
+    before = path.read_bytes()
+    train_digits.write_checkpoint(load_classifier(path), path, metadata)
+    assert path.read_bytes() == before
     with pytest.raises(DtpError, match="the checkpoint cannot be written"):
         train_digits.write_checkpoint(load_classifier(), tmp_path / "absent" / "x", {})
 
