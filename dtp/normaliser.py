@@ -177,8 +177,8 @@ class NormaliserParams:
 
     @property
     def product_cycles(self) -> int:
-        """From the issue of a word to its product: memory, register, multiplier."""
-        return 2 + MULTIPLIER_CYCLES
+        """From the issue of a word to its product: memory, its register, coarse shift, multiplier."""
+        return 3 + MULTIPLIER_CYCLES
 
     @property
     def issue_cycles(self) -> int:
@@ -193,7 +193,7 @@ class NormaliserParams:
     @property
     def status_gap(self) -> int:
         """From the word issued before a status record to the record's first word: counters settle."""
-        return 4
+        return 3
 
     @property
     def status_release_cycles(self) -> int:

@@ -303,9 +303,9 @@ class Normaliser(wiring.Component):
     ) -> tuple[list[tuple[Value, Value]], Value]:
         """Memories of the reciprocals, row r in bank r modulo ``row_banks``.
 
-        Returns amount and factor of each row of the word issued two cycles ago, and the saturated scores of a group
-        three cycles after the issue of its first word, 0 in all other cycles: they lie beside the reciprocals of row 0. The
-        upper half of every bank is always 0: what is not of a group with data is multiplied by it.
+        Returns amount and factor of each row of the word issued two cycles ago, and in one cycle the saturated scores of
+        a group that began, 0 in all others: they lie beside the reciprocals of row 0. The upper half of every bank is always
+        0: what is not of a group with data is multiplied by it.
         """
         c, p = self.config, self.params
         depth = 2 * (c.rows // p.row_banks) * p.reciprocal_groups
@@ -343,7 +343,8 @@ class Normaliser(wiring.Component):
             pair = Signal(bits, name=f"reciprocal_{row}", reset_less=True)
             m.d.sync += pair.eq(_or([data[:bits] for data in read[row::word_rows]]))
             pairs.append((pair[MANTISSA_BITS:], pair[:MANTISSA_BITS]))
-        return pairs, _line(m, "scores", scores, 1, reset_less=False)[1]
+        # Late enough for a status record just before the group to have cleared its counter.
+        return pairs, _line(m, "scores", scores, p.product_cycles - 3, reset_less=False)[-1]
 
     def _product(self, m: Module, lane: int, value: Value, amount: Value, factor: Value) -> Value:
         """Aligned sum times reciprocal: the register behind the multiplier."""
@@ -359,9 +360,13 @@ class Normaliser(wiring.Component):
             shifted = Mux(amount[level], shifted >> (1 << level), shifted)
             if len(shifted) > kept:
                 shifted = shifted[:kept].as_signed()
-            level_value = Signal(Shape.cast(shifted.shape()), name=f"shifted_{lane}_{level}")
-            m.d.comb += level_value.eq(shifted)
-            shifted = level_value
+            if level == p.amount_bits // 2:
+                register = Signal(Shape.cast(shifted.shape()), name=f"shifted_{lane}", reset_less=True)
+                m.d.sync += register.eq(shifted)
+                shifted = register
+                amount, factor = (
+                    _line(m, f"{name}_{lane}", part, 1)[1] for name, part in (("amount", amount), ("factor", factor))
+                )
         adder = MultiplexedAdder(REGISTER_BITS, target=self._target)
         m.submodules[f"rounder_{lane}"] = adder
         multiplier = Multiplier(REGISTER_BITS, MANTISSA_BITS + 1, target=self._target)
