@@ -21,26 +21,30 @@ class OutputLayout(data.StructLayout):
     """One output beat: its bytes, empty rows of the group, and whether it is the job's last."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__({"data": unsigned(8 * config.output_bytes), "user": unsigned(config.rows), "last": unsigned(1)})
+        super().__init__(
+            {"data": unsigned(8 * config.output_bytes), "user": unsigned(config.rows), "last": unsigned(1)}
+        )
 
 
 class Normaliser(wiring.Component):
     """Sends what the records ask for, in their order: groups of outputs, groups of zeros, status records.
 
-    Arithmetic: docs/tile.md, 4.4, as :mod:`dtp.normaliser` has it, bit for bit. A *word* is ``normaliser_lanes`` values;
-    one is issued a cycle, read from the slot of its group, shifted, multiplied, rounded and saturated in a pipeline of fixed
-    length, and words make beats. Issue of a word waits for its record, for the words before it, for its values, for the
-    reciprocals of its group and for room in the queue in front of the output; :class:`sim.cycles.normaliser.NormaliserTiming`
-    states the cycles. With a sink that never stalls there is no bubble between words, steps and groups.
+    Arithmetic: docs/tile.md, 4.4, as :mod:`dtp.normaliser` has it, bit for bit. A *word* is
+    ``normaliser_lanes`` values; one is issued a cycle, read from the slot of its group, shifted, multiplied, rounded and saturated in a
+    pipeline of fixed length, and words make beats. Issue of a word waits for its record, for the words before
+    it, for its values, for the reciprocals of its group and for room in the queue in front of the output;
+    :class:`sim.cycles.normaliser.NormaliserTiming` states the cycles. With a sink that never stalls there is
+    no bubble between words, steps and groups.
 
-    The caller keeps these promises. A DATA record is pushed before the first value of its group arrives, its steps are whole
-    passes, and values arrive in the order of groups and steps. ``group_valid`` pulses, one a DATA group and in the
-    same order, are ``params.group_spacing`` or more apart and at most ``lookahead + 1`` groups ahead of the records. The rows
-    of ``denominators`` rotate into place: in the cycle n before a pulse, the last ``params.reciprocal_rows`` places
-    show the rows that lie n times as many places further down in the cycle of the pulse.
+    The caller keeps these promises. A DATA record is pushed before the first value of its group arrives, its
+    steps are whole passes, and values arrive in the order of groups and steps. ``group_valid`` pulses, one a
+    DATA group and in the same order, are ``params.group_spacing`` or more apart and at most ``lookahead + 1``
+    groups ahead of the records. The rows of ``denominators`` rotate into place: in the cycle n before a
+    pulse, the last ``params.reciprocal_rows`` places show the rows that lie n times as many places further
+    down in the cycle of the pulse.
 
-    Stalls: ``record.ready`` is low for a DATA record while ``output_slots`` groups are pushed and not drained, for a STATUS
-    record while another one is not out, and for all while 16 records wait.
+    Stalls: ``record.ready`` is low for a DATA record while ``output_slots`` groups are pushed and not drained,
+    for a STATUS record while another one is not out, and for all while ``params.record_depth`` records wait.
 
     Parameters
     ----------
@@ -225,8 +229,8 @@ class Normaliser(wiring.Component):
         score_saturations, score_full = self._counter(m, "score_saturations", group_scores, status_last)
         output_saturations, output_full = self._counter(m, "output_saturations", _ones(over), status_last)
         fields = Cat(
-            Const(STATUS_MAGIC, 16), Const(VERSION, 8), error, tag, empty_rows, score_saturations, lift_saturations,
-            output_saturations, Const(0, 8 * STATUS_BYTES),
+            Const(STATUS_MAGIC, 16), Const(VERSION, 8), error, tag, empty_rows, score_saturations,
+            lift_saturations, output_saturations, Const(0, 8 * STATUS_BYTES),
         )  # fmt: skip
         # A full counter's 16 bits read 1: by byte of the record.
         full = {8: score_full, 9: score_full, 12: output_full, 13: output_full}
@@ -303,9 +307,9 @@ class Normaliser(wiring.Component):
     ) -> tuple[list[tuple[Value, Value]], Value]:
         """Memories of the reciprocals, row r in bank r modulo ``row_banks``.
 
-        Returns amount and factor of each row of the word issued two cycles ago, and in one cycle the saturated scores of
-        a group that began, 0 in all others: they lie beside the reciprocals of row 0. The upper half of every bank is always
-        0: what is not of a group with data is multiplied by it.
+        Returns amount and factor of each row of the word issued two cycles ago, and in one cycle the saturated
+        scores of a group that began, 0 in all others: they lie beside the reciprocals of row 0. The upper half
+        of every bank is always 0: what is not of a group with data is multiplied by it.
         """
         c, p = self.config, self.params
         depth = 2 * (c.rows // p.row_banks) * p.reciprocal_groups
@@ -364,9 +368,8 @@ class Normaliser(wiring.Component):
                 register = Signal(Shape.cast(shifted.shape()), name=f"shifted_{lane}", reset_less=True)
                 m.d.sync += register.eq(shifted)
                 shifted = register
-                amount, factor = (
-                    _line(m, f"{name}_{lane}", part, 1)[1] for name, part in (("amount", amount), ("factor", factor))
-                )
+                amount = _line(m, f"amount_{lane}", amount, 1)[1]
+                factor = _line(m, f"factor_{lane}", factor, 1)[1]
         adder = MultiplexedAdder(REGISTER_BITS, target=self._target)
         m.submodules[f"rounder_{lane}"] = adder
         multiplier = Multiplier(REGISTER_BITS, MANTISSA_BITS + 1, target=self._target)
@@ -414,8 +417,9 @@ class Normaliser(wiring.Component):
 class _Converter(wiring.Component):
     """Denominators to reciprocals, ``reciprocal_rows`` rows a cycle, row 0 first.
 
-    The leading one of l is found by halving: a level shifts left where its upper half is 0. Legal l other than 0 have their
-    leading one in the upper ``2^amount_bits`` places of what is looked at, and there alone it is looked for.
+    The leading one of l is found by halving: a level keeps the upper part where that has a one. Legal l other
+    than 0 have their leading one in the upper ``2^amount_bits`` places of what is looked at, and there alone it
+    is looked for.
 
     Members
     -------
@@ -451,8 +455,9 @@ class _Converter(wiring.Component):
         rows = _line(m, "rows", Cat(places), p.conversion_cycles - 1)[-1]
         turns = _line(m, "turn", self.start, p.conversion_cycles - 1, reset_less=False)
 
-        table = Memory(shape=unsigned(MANTISSA_BITS), depth=1 << TABLE_BITS, init=RECIPROCAL, attrs={"ram_style": "block"})
-        m.submodules.table = table
+        m.submodules.table = table = Memory(
+            shape=unsigned(MANTISSA_BITS), depth=1 << TABLE_BITS, init=RECIPROCAL, attrs={"ram_style": "block"}
+        )
         # Levels in two stages, the table, its result.
         valid = _line(m, "valid", Cat(turns).any(), 3, reset_less=False)
         zeros: list[Value] = []
@@ -500,8 +505,9 @@ class _Converter(wiring.Component):
 class _BlockMemory:
     """Block memory with one write port and a read a cycle: ``data`` is what ``address`` held a cycle ago.
 
-    A word that is written and read in the same cycle is never used, so that no logic need compare the addresses; tools take
-    that promise for a read without a clock, whose register they then draw into the memory.
+    A word that is written and read in the same cycle is never used, so that no logic need compare the
+    addresses; tools take that promise for a read without a clock, whose register they then draw into the
+    memory.
     """
 
     def __init__(self, m: Module, name: str, bits: int, depth: int) -> None:

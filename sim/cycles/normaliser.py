@@ -20,23 +20,25 @@ __all__ = ["NormaliserModel", "NormaliserTiming", "normaliser_timing"]
 class NormaliserTiming:
     """Cycles of a run of the normaliser with a sink that never stalls.
 
-    All is counted in *words* of ``normaliser_lanes`` values; P is :class:`dtp.normaliser.NormaliserParams`. A record
-    has steps · ``P.step_words`` of them (DATA, NULL) or ``P.status_words`` (STATUS). Words are issued one a cycle,
-    record after record in the order of the pushes. A word is issued in the earliest cycle that comes after the issue of the
-    word before it and is not earlier than
+    All is counted in *words* of ``normaliser_lanes`` values; P is :class:`dtp.normaliser.NormaliserParams`. A
+    record has steps · ``P.step_words`` of them (DATA, NULL) or ``P.status_words`` (STATUS). Words are issued
+    one a cycle, record after record in the order of the pushes. A word is issued in the earliest cycle that
+    comes after the issue of the word before it and is not earlier than
 
     - ``P.record_cycles`` after the push of its record (the cycle with ``record.valid`` and ``record.ready``),
     - DATA: ``P.value_cycles`` after ``i_valid`` of its own step,
     - DATA: ``P.reciprocal_cycles`` after ``group_valid`` of its group,
     - first word of STATUS: ``P.status_gap`` after the issue of the word before it.
 
-    Every ``P.beat_words`` words make a beat, which is on ``o`` (valid and taken) ``P.issue_cycles`` after the issue of its last
-    word. Hence one beat every ``P.beat_words`` cycles sustained, without a bubble between steps or groups.
+    Every ``P.beat_words`` words make a beat, which is on ``o`` (valid and taken) ``P.issue_cycles`` after the
+    issue of its last word. Hence one beat every ``P.beat_words`` cycles sustained, without a bubble between
+    steps or groups.
 
-    ``record.ready`` for a DATA record is low from the cycle after the push that makes ``output_slots`` groups outstanding up to
-    and including the cycle that issues the last word of the oldest one; for a STATUS record from the cycle after the push
-    of a STATUS up to and including ``P.status_release_cycles − 1`` cycles after the issue of its last word; for any record
-    from the cycle after the push that makes ``P.record_depth`` records wait up to and including the cycle of the next last word.
+    ``record.ready`` for a DATA record is low from the cycle after the push that makes ``output_slots`` groups
+    outstanding up to and including the cycle that issues the last word of the oldest one; for a STATUS record
+    from the cycle after the push of a STATUS up to and including ``P.status_release_cycles − 1`` cycles after
+    the issue of its last word; for any record from the cycle after the push that makes ``P.record_depth``
+    records wait up to and including the cycle of the next last word.
 
     Parameters
     ----------

@@ -71,7 +71,10 @@ def _group(config: Config, random: np.random.Generator, steps: int, live: int) -
     return Record(RecordKind.DATA, steps, live, sums=sums, denominators=l, scores=scores)
 
 
-def _records(config: Config, random: np.random.Generator, jobs: int, groups: int, *, data_only: bool = False) -> list[Record]:
+def _records(
+    config: Config, random: np.random.Generator, jobs: int, groups: int, *, data_only: bool = False
+) -> list[Record]:
+    """Jobs of up to ``groups`` groups, some of them empty; ``data_only``: exactly so many, none empty."""
     records: list[Record] = []
     for _ in range(jobs):
         steps = int(random.integers(1, config.max_chunks + 1)) * config.pass_steps
@@ -362,7 +365,8 @@ def test_latency(name: str) -> None:
     _check_beats(config, records, run)
     _check_cycles(config, records, run)
     last_value = np.array(run.values[0])
-    last_beat = np.array([beat[0] for beat in run.beats])[p.step_words // p.beat_words - 1 :: p.step_words // p.beat_words]
+    step_beats = p.step_words // p.beat_words
+    last_beat = np.array([beat[0] for beat in run.beats])[step_beats - 1 :: step_beats]
     waited = last_beat[: len(last_value)] - last_value
     assert waited.min() == p.latency + p.step_words - 1
 
