@@ -240,10 +240,12 @@ class AbortGate(wiring.Component):
         plain = int.from_bytes(record, "little")
         m.d.comb += words.eq(plain)
         m.d.comb += words[8 * tag_place : 8 * tag_place + 16].eq(tag)
+        word = Signal(range(answer_beats + 1))
+        m.d.comb += word.eq(answer_beats - answers)
         with m.If(answers != 0):
             m.d.comb += [
                 register.i.valid.eq(~stopped),
-                register.i.payload.data.eq(words.word_select(answer_beats - answers, 8 * c.output_bytes)),
+                register.i.payload.data.eq(words.word_select(word, 8 * c.output_bytes)),
                 register.i.payload.last.eq(answers == 1),
             ]
         with m.Else():
