@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from amaranth.hdl import Cat, Module, Mux, Signal, signed, unsigned
 from amaranth.lib import data, wiring
-from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from dtp.array import RESCALE_BITS, ArrayParams
 from dtp.config import BIAS_BITS, Config
 from rtl.array import StepLayout
 from rtl.layouts import FeedLayout, StepControlLayout, StepTag
+from rtl.lib.memory import BlockMemory
 
 __all__ = ["READ_CYCLES", "OperandMemories", "WriteLayout"]
 
@@ -187,23 +187,16 @@ class OperandMemories(wiring.Component):
         self, m: Module, name: str, depth: int, width: int, write: data.View, address: object, out: object
     ) -> None:
         """One memory with a write port of the loader and a read port of the walker."""
-        memory = Memory(shape=unsigned(width), depth=depth, init=[])
-        m.submodules[name] = memory
         enables = len(write.en)
-        write_port = memory.write_port() if enables == 1 else None
-        if write_port is None:
-            # One enable a lane, repeated for every segment.
-            lane = width // (enables * self.config.segments)
-            write_port = memory.write_port(granularity=lane)
-            m.d.comb += write_port.en.eq(write.en.replicate(self.config.segments))
-        else:
-            m.d.comb += write_port.en.eq(write.en)
-        read_port = memory.read_port()
+        # One enable a lane, repeated for every segment.
+        lane = None if enables == 1 else width // (enables * self.config.segments)
+        memory = BlockMemory(m, name, unsigned(width), depth, granularity=lane)
         m.d.comb += [
-            write_port.addr.eq(write.addr),
-            write_port.data.eq(write.data),
-            read_port.addr.eq(address),
-            out.eq(read_port.data),  # type: ignore[attr-defined]
+            memory.write.en.eq(write.en if lane is None else write.en.replicate(self.config.segments)),
+            memory.write.addr.eq(write.addr),
+            memory.write.data.eq(write.data),
+            memory.address.eq(address),
+            out.eq(memory.data),  # type: ignore[attr-defined]
         ]
 
 
