@@ -147,6 +147,12 @@ class SoftmaxParams:
         """``p_slot``, ``p_feed`` → ``p_data``: memory and output register."""
         return 2
 
+    @property
+    def latencies(self) -> dict[str, int]:
+        """Cycles by name, for the manifest and the docs."""
+        names = ("item_lead", "latency", "group_latency", "p_read_latency")
+        return {name: int(getattr(self, name)) for name in names}
+
 
 # Golden model
 
