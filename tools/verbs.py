@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -508,7 +509,7 @@ def _run_models(config: Config, workload: Workload, reference: bool, progress: P
     begin = time.monotonic()
     prediction = predict(config, heads)
     model_wall_s = time.monotonic() - begin
-    cycles = int(prediction.beat_cycles[-1]) + 1
+    cycles = int(prediction.total_cycles)
     macs = workload.useful_macs()
     outputs = np.stack([result.outputs_real for result in results])
     measured, floor, note = _accuracy(workload, heads, outputs, reference, progress)
@@ -682,6 +683,13 @@ def stream_job(config: Config, heads: Sequence[Any], total_cycles: int, stalls: 
     )
 
 
+@lru_cache(maxsize=4)
+def _verilog(config: Config) -> str:
+    from rtl.emit import emit
+
+    return emit(config).verilog
+
+
 def _run_rtl(
     models: _Models,
     waves: str | Path | None,
@@ -690,17 +698,16 @@ def _run_rtl(
     cache_dir: Path | None,
     progress: Progress,
 ) -> Any:
-    from rtl.emit import emit
     from sim.bench import Backend, run_stream
     from sim.bench.verilated import build
 
     config = models.config
-    total = int(models.prediction.beat_cycles[-1]) + 1
+    total = int(models.prediction.total_cycles)
     job = stream_job(config, models.heads, total, stalls, seed)
     with tempfile.TemporaryDirectory(prefix="dtp-") as temporary:
         verilog = Path(temporary) / "top.v"
         progress(f"generating Verilog of {config.name}", None)
-        verilog.write_text(emit(config).verilog, encoding="utf-8")
+        verilog.write_text(_verilog(config), encoding="utf-8")
         progress("building the simulator (kept for the next run)", None)
         build(verilog, waves=waves is not None, cache_dir=cache_dir)
         progress(f"simulating the Verilog, about {total} cycles", None)

@@ -184,16 +184,14 @@ def test_random_workload_is_written_and_described(tmp_path: Path) -> None:
         "block": 8,
     }
     result = verbs.workload_random(path, **options)
-    loaded = Workload.load(path)
+    first, loaded = path.read_bytes(), Workload.load(path)
     summary = result.workload
     assert (summary.heads, summary.kv_heads, summary.tokens, summary.width) == (4, 2, 24, 8)
     assert summary.mode == loaded.mode == "blended"
     assert summary.macs == loaded.useful_macs()
     assert summary.kept_fraction == pytest.approx(loaded.blocks_kept().mean())
     verbs.workload_random(path, **options)
-    again = Workload.load(path)
-    for name in ("q", "k", "v", "frame", "metric_factor", "curvature", "block_mask"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(loaded, name))
+    assert path.read_bytes() == first
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -204,7 +202,8 @@ def test_simulate_counts_cycles_and_macs() -> None:
     workload = small()
     result = verbs.simulate(TINY, workload)
     heads = quantise(TINY, workload)
-    assert result.cycles_model == predict(TINY, heads).beat_cycles[-1] + 1
+    prediction = predict(TINY, heads)
+    assert result.cycles_model == prediction.total_cycles == prediction.beat_cycles[-1] + 1
     assert result.macs == workload.useful_macs()
     assert result.array_utilisation == result.macs / (result.cycles_model * TINY.rows * TINY.lanes)
     assert [scale.output for scale in result.scales] == [head.output_scale(TINY) for head in heads]
