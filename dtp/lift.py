@@ -407,8 +407,8 @@ class LiftParams:
         word, place = 0, 0
         for name, bits in self.layout.items():
             value = int(getattr(instruction, name))
-            if name == "write":
-                value = int(instruction.shift) + 1 if instruction.write else 0
+            if name == "write" and instruction.write:
+                value = int(instruction.shift) + 1
             word |= (value & ((1 << bits) - 1)) << place
             place += bits
         return word

@@ -11,7 +11,6 @@ from amaranth.lib.wiring import In, Out
 
 from dtp.array import MULTIPLIER_CYCLES
 from dtp.config import BIAS_BITS, REGISTER_BITS, SCALE_BITS, Config
-from dtp.fixed import signed_range
 from dtp.job import KEY_SHIFT_BITS
 from dtp.lift import (
     DUMP_CYCLES,
@@ -218,10 +217,13 @@ class Lift(wiring.Component):
         """Register files, multipliers, accumulators; the accumulators, lane by lane."""
         c, p = self.config, self.params
         bits = p.accumulator_bits
-        init = self._init(m, now[RESULT_CYCLES - 2])
+        init = self._init(m, now)
         adding = now[RESULT_CYCLES - 1]
         result = now[RESULT_CYCLES]
         taking = now[0]
+        take = taking["take"] & taking.valid
+        source = Signal(2)  # of what is written: a word, or a result by its shift
+        m.d.comb += source.eq(Mux(take, 0, result["write"]))
         accumulators: list[Signal] = []
         assert READ_CYCLE + 1 + MULTIPLIER_CYCLES == RESULT_CYCLES - 1  # memory, multiplier, then the sum
         for segment in range(c.segments):
@@ -233,8 +235,7 @@ class Lift(wiring.Component):
             )
             m.submodules[f"registers_{segment}"] = memory
             write, port_a, port_b = memory.write_port(), memory.read_port(), memory.read_port()
-            take = taking["take"] & taking.valid
-            enable = result.valid & (result["write"] != 0)
+            enable = result.valid & result["write"].any()
             if c.segments > 1:
                 enable &= result["segments"][segment]
             m.d.comb += [
@@ -265,32 +266,38 @@ class Lift(wiring.Component):
                     m.d.sync += accumulator.eq(adder.o)
                 word = self.word.word_select(lane, c.operand_bits).as_signed()
                 value = Signal(signed(REGISTER_BITS), name=f"value_{lane}")
-                with m.If(take):
-                    m.d.comb += value.eq(word)
-                with m.Else():
-                    with m.Switch(result["write"]):
-                        for shift in Shift:
-                            # 0 is no write: whatever costs least.
-                            with m.Case(*([int(shift) + 1] if shift else [0, 1])):
-                                m.d.comb += value.eq(accumulator >> p.register_shift(shift))
+                metric, vector, norm = (accumulator >> p.register_shift(shift) for shift in Shift)
+                m.d.comb += value.eq(
+                    Mux(source[1], Mux(source[0], norm, vector), Mux(source[0], metric, word))
+                )
                 m.d.comb += write.data[low : low + REGISTER_BITS].eq(value)
                 accumulators.append(accumulator)
         return accumulators
 
-    def _init(self, m: Module, control: _Control) -> Signal:
-        """What accumulators start from, chosen in the cycle before the sum."""
+    def _init(self, m: Module, now: list[_Control]) -> Signal:
+        """What accumulators start from: a scale chosen two cycles before the sum, the rest the cycle before."""
         p = self.params
-        init = Signal(signed(p.accumulator_bits), reset_less=True)
-        with m.Switch(control["init"]):
+        early, late = now[RESULT_CYCLES - 3]["init"], now[RESULT_CYCLES - 2]["init"]
+        scale = Signal(signed(SCALE_BITS + 1), reset_less=True)
+        constant = Signal(signed(p.accumulator_bits))
+        twice = Signal()
+        with m.Switch(early):
+            for choice in Init:
+                if choice.job_field is not None:
+                    with m.Case(choice):
+                        m.d.sync += scale.eq(self.scales[choice.job_field])
+            with m.Default():
+                m.d.sync += scale.eq(0)
+        with m.Switch(late):
             for choice in Init:
                 with m.Case(choice):
-                    name = choice.job_field
-                    if name is None:
-                        m.d.sync += init.eq(p.init_value(choice))
+                    if choice.job_field is None:
+                        m.d.comb += constant.eq(p.init_value(choice))
                     else:
-                        scale = Value.cast(self.scales[name])
-                        twice = int(choice.twice)
-                        m.d.sync += init.eq(scale << (p.metric_register_shift + twice))
+                        m.d.comb += twice.eq(int(choice.twice))
+        init = Signal(signed(p.accumulator_bits), reset_less=True)
+        shift = p.metric_register_shift
+        m.d.sync += init.eq((Mux(twice, scale << 1, scale) << shift) | constant)
         return init
 
     # ---- results ---------------------------------------------------------------------------------------------
@@ -300,16 +307,20 @@ class Lift(wiring.Component):
         c, p = self.config, self.params
         result = now[RESULT_CYCLES]
         m.d.comb += self.emit_valid.eq(result.valid & (result["emit"] != Emit.NONE))
-        low, high = signed_range(c.row_bits)
+        is_lifted = result["emit"][1]
         flags: list[Value] = []
         for lane, accumulator in enumerate(accumulators):
             segment, row = divmod(lane, c.rows)
-            chosen = Signal(signed(p.accumulator_bits - min(p.query_shift, p.lifted_shift)), name=f"out_{lane}")
-            is_lifted = result["emit"][1]
-            m.d.comb += chosen.eq(Mux(is_lifted, accumulator >> p.lifted_shift, accumulator >> p.query_shift))
-            over = _overflows(chosen, c.row_bits)
-            bound = Mux(chosen[-1], low, high)
-            m.d.comb += self.emit_data[row][segment].eq(Mux(over, bound, chosen[: c.row_bits].as_signed()))
+            # One table a bit: the two values, and a code that also forces 0 or 1.
+            plain, lifted = accumulator >> p.query_shift, accumulator >> p.lifted_shift
+            over, sign = Signal(name=f"over_{lane}"), accumulator[-1]
+            code = Signal(2, name=f"code_{lane}")
+            m.d.comb += [
+                over.eq(_overflows(lifted, c.row_bits) | (~is_lifted & _overflows(plain, c.row_bits))),
+                code.eq(Cat(Mux(over, ~sign, is_lifted), over)),
+            ]
+            bits = [Mux(code[1], code[0], Mux(code[0], lifted[n], plain[n])) for n in range(c.row_bits - 1)]
+            m.d.comb += self.emit_data[row][segment].eq(Cat(*bits, sign).as_signed())
             flags.append(over)
         return Cat(*flags) & self.emit_valid.replicate(len(flags))
 
@@ -356,7 +367,7 @@ class Lift(wiring.Component):
             },
             DUMP_CYCLES,
         )
-        values: list[list[Signal]] = []
+        values: list[list[tuple[Signal, Signal, Signal]]] = []
         fine_bits = 2
         for port in range(ports):
             with m.If(holding[port]):
@@ -364,7 +375,7 @@ class Lift(wiring.Component):
             amount = Signal(KEY_SHIFT_BITS, name=f"shift_{port}_1", reset_less=True)
             fine = Signal(fine_bits, name=f"shift_{port}_2", reset_less=True)
             m.d.sync += [amount.eq(shift_of[kinds[port]]), fine.eq(amount)]
-            shifted: list[Signal] = []
+            shifted: list[tuple[Signal, Signal, Signal]] = []
             for segment in range(segments):
                 name = f"{port}_{segment}"
                 tokens: list[Value] = []
@@ -375,7 +386,8 @@ class Lift(wiring.Component):
                     tokens.append(token)
                 token = Signal(signed(bits), name=f"token_{name}", reset_less=True)
                 coarse = Signal(signed(bits + 1), name=f"coarse_{name}", reset_less=True)
-                rounded = Signal(signed(bits + 1), name=f"rounded_{name}", reset_less=True)
+                rounded = Signal(signed(BIAS_BITS + 2), name=f"rounded_{name}", reset_less=True)
+                beyond, negative = (Signal(name=f"{key}_{name}", reset_less=True) for key in ("beyond", "negative"))
                 m.d.sync += token.eq(Array(tokens)[number])
                 # A bit below the value collects the rounding bit: the last one that the shift drops.
                 value: Value = Cat(0, token).as_signed()
@@ -387,8 +399,13 @@ class Lift(wiring.Component):
                     value = Mux(fine[level], value >> (1 << level), value)
                 last = Signal(signed(bits + 1), name=f"fine_{name}")
                 m.d.comb += last.eq(value)
-                m.d.sync += rounded.eq((last >> 1) + last[0])
-                shifted.append(rounded)
+                # What does not fit one bit more than a bias does not fit a bias after rounding either.
+                m.d.sync += [
+                    rounded.eq(last[1 : BIAS_BITS + 2].as_signed() + last[0]),
+                    beyond.eq(_overflows(last >> 1, BIAS_BITS + 1)),
+                ]
+                m.d.sync += negative.eq(last[-1])
+                shifted.append((rounded, beyond, negative))
             values.append(shifted)
 
         # Saturate and write.
@@ -412,18 +429,20 @@ class Lift(wiring.Component):
         ]
         flags: list[Value] = []
         for port, shifted in enumerate(values):
-            for segment, value in enumerate(shifted):
-                over = _overflows(value, c.lifted_bits)
-                lifted = _saturated(value, c.lifted_bits, over)
+            for segment, (value, beyond, negative) in enumerate(shifted):
+                sign = Mux(beyond, negative, value[-1])
+                over = beyond | _overflows(value, c.lifted_bits)
+                lifted = _saturated(value, c.lifted_bits, over, sign)
                 for position in range(port, c.block, ports):
                     place = (segment * c.block + position) * c.lifted_bits
                     m.d.comb += write.data[place : place + c.lifted_bits].eq(lifted)
                 counted = over & writes & out["held"][port]
                 if port == 0:
-                    beyond = _overflows(value, BIAS_BITS)
+                    over = beyond | _overflows(value, BIAS_BITS)
                     place = segment * BIAS_BITS
-                    m.d.comb += beta.data[place : place + BIAS_BITS].eq(_saturated(value, BIAS_BITS, beyond))
-                    counted |= beyond & beta.en
+                    word_out = _saturated(value, BIAS_BITS, over, sign)
+                    m.d.comb += beta.data[place : place + BIAS_BITS].eq(word_out)
+                    counted |= over & beta.en
                 flags.append(counted)
         return Cat(*flags)
 
@@ -513,9 +532,9 @@ def _overflows(value: Value, bits: int) -> Value:
     return ~(upper.all() | ~upper.any())
 
 
-def _saturated(value: Value, bits: int, over: Value) -> Value:
-    low, high = signed_range(bits)
-    return Mux(over, Mux(value[-1], low, high), value[:bits].as_signed())
+def _saturated(value: Value, bits: int, over: Value, negative: Value) -> Value:
+    """The low bits of a value, or the bound on the side of its sign."""
+    return Cat(*(Mux(over, ~negative, value[n]) for n in range(bits - 1)), negative)
 
 
 def _ones(vector: Value) -> Value:

@@ -77,7 +77,8 @@ class Loader(wiring.Component):
     job_valid: Out(2), a job may start (or, when it is refused, be answered); job_done: Out(2), all of it was taken
     lift_saturations: Out(2 × 16), final with ``job_done``
     release: In(1), the oldest slot is free again
-    k_block, k_entry, v_block, v_entry: Out(2 each), blocks and entries of the next block in memory
+    k_block, k_entry, v_block, v_entry: Out(2 each), blocks and entries of the next block in memory; of a slot that is
+        not being loaded, ``max_blocks`` or more and 0
     q_group: Out, groups in memory, modulo 2 × query_groups, over all jobs; q_pass: Out, plain passes of the next
     q_release: In(1), the oldest group of the ring is free again
     mask_slot, mask_row_index: In; mask_row: Out(max_blocks), a cycle later; all ones for a job without mask
@@ -141,11 +142,13 @@ class Loader(wiring.Component):
                 "groups": unsigned(c.max_groups.bit_length()),
             }
         )
+        tokens = fields["tokens"][: c.max_tokens.bit_length()]  # bits that an accepted job uses
+        width = fields["width"][: c.max_width.bit_length()]
         new, size = Signal(sizes), Signal(sizes)
         m.d.comb += [
-            new.chunks_less_1.eq((fields["width"] - 1) >> _bits(c.block)),
-            new.blocks.eq((fields["tokens"] + (c.block - 1)) >> _bits(c.block)),
-            new.groups.eq((fields["tokens"] + (c.rows - 1)) >> _bits(c.rows)),
+            new.chunks_less_1.eq((width - 1) >> _bits(c.block)),
+            new.blocks.eq((tokens + (c.block - 1)) >> _bits(c.block)),
+            new.groups.eq((tokens + (c.rows - 1)) >> _bits(c.rows)),
         ]
         m.d.sync += size.eq(new)
         chunks_less_1, blocks, groups = size.chunks_less_1, size.blocks, size.groups
@@ -166,7 +169,7 @@ class Loader(wiring.Component):
         # Place in the job.
         following, following_valid, follow = self._sections(m, begins, blocks, groups)
         number = Signal(range(c.max_chunks * c.pass_steps))  # entry of the section, factor batches apart
-        block, value_block = Signal(range(c.max_blocks)), Signal(range(c.max_blocks))
+        block, value_block = Signal(range(c.max_blocks + 1)), Signal(range(c.max_blocks + 1))
         mask_number = Signal(range(c.max_blocks))
         batch = Signal.like(lift.batch)
         factors = Signal()  # a factor batch of queries comes
@@ -365,34 +368,28 @@ class Loader(wiring.Component):
                         job.blocks.eq(new.blocks),
                         job.groups.eq(new.groups),
                         job.error.eq(error),
-                        self.k_block[n].eq(0),
-                        self.k_entry[n].eq(0),
-                        self.v_block[n].eq(0),
-                        self.v_entry[n].eq(0),
-                    ]
-                with m.If(ready & (state == State.KEY)):
-                    m.d.sync += [
-                        self.k_block[n].eq(self.k_block[n] + number_last),
-                        self.k_entry[n].eq(Mux(number_last, 0, number + 1)),
-                    ]
-                with m.If(ready & (state == State.VALUE)):
-                    m.d.sync += [
-                        self.v_block[n].eq(self.v_block[n] + number_last),
-                        self.v_entry[n].eq(Mux(number_last, 0, number + 1)),
                     ]
                 with m.If(drain == DRAIN_CYCLES - 1):
                     m.d.sync += [job.error.eq(fault), self.lift_saturations[n].eq(lift.saturations)]
+            # Of the other slot all is there; above every block.
+            complete = Mux(slot == n, 0, c.max_blocks)
+            m.d.comb += [
+                self.k_block[n].eq(block | complete),
+                self.v_block[n].eq(value_block | complete),
+                self.k_entry[n].eq(Mux(state == State.KEY, number, 0)),
+                self.v_entry[n].eq(Mux(state == State.VALUE, number, 0)),
+            ]
         self._query_writes(m, lift, chunks_less_1, flag["lift"])
         writes_mask = (state == State.MASK) & entry_valid
         self._masks(m, writes_mask, Cat(mask_number, slot), entry, begins & flag["masked"], begins, slot)
 
         # Keys and values.
         in_values = state == State.VALUE
-        key_address = Cat(number[:steps], block, number[steps:])
+        key_address = Cat(number[:steps], block[: _bits(c.max_blocks)], number[steps:])
         m.d.comb += [
             self.moving_write.en.eq(ready & keys_or_values),
             self.moving_write.addr.eq(
-                Cat(Mux(in_values, Cat(number, value_block), key_address), in_values, slot)
+                Cat(Mux(in_values, Cat(number, value_block[: _bits(c.max_blocks)]), key_address), in_values, slot)
             ),
             self.moving_write.data.eq(entry),
             self.lifted_write.eq(lift.lifted_write),
