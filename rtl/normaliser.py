@@ -30,11 +30,11 @@ class Normaliser(wiring.Component):
     """Sends what the records ask for, in their order: groups of outputs, groups of zeros, status records.
 
     Arithmetic: docs/tile.md, 4.4, as :mod:`dtp.normaliser` has it, bit for bit. A *word* is
-    ``normaliser_lanes`` values; one is issued a cycle, read from the slot of its group, shifted, multiplied, rounded and saturated in a
-    pipeline of fixed length, and words make beats. Issue of a word waits for its record, for the words before
-    it, for its values, for the reciprocals of its group and for room in the queue in front of the output;
-    :class:`sim.cycles.normaliser.NormaliserTiming` states the cycles. With a sink that never stalls there is
-    no bubble between words, steps and groups.
+    ``normaliser_lanes`` values; one is issued a cycle, read from the slot of its group, shifted, multiplied,
+    rounded and saturated in a pipeline of fixed length, and words make beats. Issue of a word waits for its
+    record, for the words before it, for its values, for the reciprocals of its group and for room in the queue
+    in front of the output; :class:`sim.cycles.normaliser.NormaliserTiming` states the cycles. With a sink that
+    never stalls there is no bubble between words, steps and groups.
 
     The caller keeps these promises. A DATA record is pushed before the first value of its group arrives, its
     steps are whole passes, and values arrive in the order of groups and steps. ``group_valid`` pulses, one a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from dtp.normaliser import NormaliserParams, RecordKind, normalise, output_bytes
 from rtl.layouts import RecordKind as HardwareKind
 from rtl.lib.multiplier import Target
 from rtl.normaliser import Normaliser
+from rtl.softmax import Softmax
 from sim.cycles.normaliser import normaliser_timing
 
 _TINY = Config.load("tiny")
@@ -425,6 +427,49 @@ def test_reset_forgets_everything(seed: int) -> None:
     run = _simulate(config, records, random, reset_at=60 + 7 * seed)
     _check_beats(config, records, run)
     _check_cycles(config, records, run)
+
+
+@pytest.mark.parametrize("name", ["tiny", "lanes over segments", "ecp5-85k", "wide"])
+def test_denominators_of_the_softmax_rotate_into_place(name: str) -> None:
+    """What the normaliser looks at, against what the softmax shows all at once; pulses as far apart as promised."""
+    config, random = CONFIGS[name], np.random.default_rng(4)
+    p = NormaliserParams(config)
+    dut = Softmax(config)
+    cycles = p.conversion_cycles
+    shown: list[list[int]] = []
+    pulses: list[int] = []
+    items, period = 12, max(config.block, config.pass_steps + dut.params.item_lead)
+
+    async def bench(ctx: Any) -> None:
+        for cycle in range(items * period + dut.params.group_latency + 2 * period):
+            item, place = divmod(cycle, period)
+            ctx.set(dut.item_valid, item < items and place == 0)
+            ctx.set(
+                dut.item,
+                {"slot": item % dut.params.slots, "first": item % 3 != 1, "last": item % 3 != 0,
+                 "key_base": 0, "query_base": 0, "valid_length": config.rows - 1, "causal": 1},
+            )  # fmt: skip
+            step = place - dut.params.item_lead
+            ctx.set(dut.i_valid, item < items and 0 <= step < config.pass_steps)
+            ctx.set(dut.i_slot, item % dut.params.slots)
+            ctx.set(dut.i_step, max(0, step) % config.pass_steps)
+            scores = random.integers(-9999, 9999, (config.rows, config.segments))
+            ctx.set(dut.i_data, [[int(v) for v in row] for row in scores])
+            shown.append(list(ctx.get(dut.denominators)))
+            if ctx.get(dut.group_valid):
+                pulses.append(cycle)
+            await ctx.tick()
+
+    simulator = Simulator(dut)
+    simulator.add_clock(1e-8)
+    simulator.add_testbench(bench)
+    simulator.run()
+    assert len(pulses) == sum(item % 3 != 0 for item in range(items))
+    assert min(np.diff(pulses)) >= p.group_spacing
+    for pulse in pulses:
+        seen = [row[config.rows - p.reciprocal_rows :] for row in shown[pulse - cycles + 1 : pulse + 1]]
+        assert list(chain.from_iterable(seen)) == shown[pulse]
+        assert any(shown[pulse]) and shown[pulse][-1] == 0
 
 
 def test_ecp5_cells() -> None:
