@@ -1,0 +1,341 @@
+"""The bench: every row has a case, cases are what they say, a wrong result is a missed row, and the report tells it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtp.attention import golden
+from dtp.config import PRESETS, Config
+from dtp.errors import DtpError
+from dtp.quantise import quantise
+from dtp.softmax import probabilities_real
+from dtp.workload import Mode
+from sim.bench import SimulationError
+from tools import docs
+from tools.bench import __main__ as command
+from tools.bench import accuracy, cases, hardware, report
+from tools.bench.cases import Case
+from tools.bench.hardware import Run
+from tools.bench.measured import Bench, Measured
+from tools.bench.rows import ROWS, Row
+
+BASE: dict[str, Any] = {
+    "row": "rtl-golden",
+    "preset": "tiny",
+    "heads": 1,
+    "tokens": [21, 8],
+    "width": 13,
+    "modes": ["dot", "riemannian"],
+    "masks": ["none", "causal+blocks", "padding", "empty"],
+    "widths": {"operand": 8, "probability": 12, "lifted": 9, "output": 16},
+    "seed": 5,
+}
+
+
+# ---- cases -------------------------------------------------------------------------------------------------
+
+
+def test_every_row_has_a_case_and_every_case_a_row() -> None:
+    names = [row.name for row in ROWS]
+    assert len(set(names)) == len(names)
+    assert {case.row for case in cases.load()} == set(names)
+    assert set(cases.reasons()) <= set(names)
+
+
+def test_a_row_without_a_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tuple(case for case in cases.load() if case.row != "masked-wide")
+    monkeypatch.setattr(cases, "load", lambda: kept)
+    with pytest.raises(DtpError, match=r"row masked-wide must have a case in cases\.toml, not none"):
+        command.chosen_rows(None, with_install=False, quick=False)
+    assert command.main(["--row", "rtl-golden"]) == 2
+
+
+def test_every_case_states_what_the_table_asks_for() -> None:
+    for case in cases.load():
+        assert case.preset in (*PRESETS, cases.RANDOM_PRESET)
+        assert case.tokens and case.width and case.modes and case.masks
+        assert f"seed {case.seed}" in case.describe()
+        for config in [case.config] if case.preset in PRESETS else []:
+            assert max(case.tokens) <= config.max_tokens
+            assert max(case.width) <= config.max_width
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": None}, "Case.seed must be an integer of at least 0, not None"),
+        ({"preset": "huge"}, "Case.preset must be one of tiny, ecp5-85k, wide, random, not 'huge'"),
+        ({"modes": "cosine"}, "Case.modes must be one of dot, euclidean, riemannian, blended, not 'cosine'"),
+        ({"masks": "causal+odd"}, "Case.masks must be made of none, causal, padding, blocks, empty, not 'causal+odd'"),
+        ({"tokens": [0]}, "Case.tokens must be integers of at least 1, not 0"),
+        ({"source": "dream"}, "Case.source must be one of random, digits, minilm, extract, laplace, all, not 'dream'"),
+        ({"colour": 1}, "Case.key must be one of row, preset,"),
+        ({"widths": {"operand": 16}}, "Case.widths must be those of tiny,"),
+        ({"preset": "random"}, "Case.widths must be empty for drawn configurations,"),
+    ],
+)
+def test_a_wrong_case_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DtpError) as refused:
+        Case.from_mapping(BASE | change)
+    assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize("missing", list(BASE))
+def test_a_case_that_leaves_something_out_is_refused(missing: str) -> None:
+    with pytest.raises(DtpError, match=f"Case.{missing} must be given"):
+        Case.from_mapping({key: value for key, value in BASE.items() if key != missing})
+
+
+def test_masks_are_what_their_names_say_seed_5() -> None:
+    case = Case.from_mapping(BASE)
+    made = list(case.workloads())
+    assert len(made) == 8
+    assert [workload.mode for workload in made] == [Mode.DOT] * 4 + [Mode.RIEMANNIAN] * 4
+    assert [workload.tokens for workload in made] == [21, 8] * 4
+    plain, some, padded, empty = made[:4]
+    assert (plain.causal, plain.block_mask, plain.valid_length) == (False, None, 21)
+    assert some.causal and some.block_mask is not None and some.kept_fraction <= 1
+    assert padded.valid_length == round(0.75 * 21)
+    assert empty.allow_empty_rows and not empty.keep_mask(0).any(axis=1).all()
+    again = list(case.workloads())
+    assert all((one.q == two.q).all() for one, two in zip(made, again, strict=True))
+
+
+def test_golden_cases_cover_modes_masks_presets_and_odd_shapes() -> None:
+    found = cases.of_row("rtl-golden")
+    parts = {frozenset(mask.split("+")) for mask in found[0].masks}
+    assert len(parts) == len(found[0].masks) == 10
+    for preset in PRESETS:
+        (broad,) = [case for case in found if case.preset == preset and len(case.modes) > 1]
+        assert set(broad.modes) == set(Mode)
+        assert broad.masks == found[0].masks
+        assert broad.stalls > 0
+        assert any(tokens % broad.config.block for tokens in broad.tokens)
+        assert broad.config.max_tokens in {t for case in found if case.preset == preset for t in case.tokens}
+
+
+@pytest.mark.parametrize("row", ["masked-ecp5", "masked-wide"])
+def test_exactly_half_of_the_blocks_of_each_head_are_masked(row: str) -> None:
+    (case,) = cases.of_row(row)
+    dense, masked = case.workloads()
+    assert dense.block_mask is None and masked.block_mask is not None
+    assert (case.heads, case.tokens, case.width, case.modes) == (8, (128,), (64,), ("dot",))
+    kept = masked.blocks_kept()
+    assert (kept.sum(axis=(1, 2)) * 2 == kept[0].size).all()
+    assert kept.any(axis=2).all()
+    assert len({mask.tobytes() for mask in kept}) == case.heads
+
+
+def test_enough_cycle_cases_are_drawn() -> None:
+    count = sum(
+        len(case.modes) * len(case.masks) * case.heads * (case.count or 1) for case in cases.of_row("cycle-model")
+    )
+    assert count >= 1.1 * hardware.LEAST_CYCLE_CASES
+
+
+def test_drawn_configurations_are_seeded_and_vary() -> None:
+    def draw() -> list[Config]:
+        rng = np.random.default_rng(3)
+        return [hardware.random_configuration(rng, number) for number in range(12)]
+
+    drawn = draw()
+    assert drawn == draw()
+    assert len({config.hash for config in drawn}) == 12
+    varied = "segments rows operand_bits lookahead max_frame_rank entry_beats output_entry_beats"
+    for name in varied.split():
+        assert len({getattr(config, name) for config in drawn}) > 1, name
+
+
+# ---- what a row makes of a wrong result --------------------------------------------------------------------
+
+
+def run_of(**changes: Any) -> Run:
+    return dataclasses.replace(Run(outputs=10, cycles=1000, differences=(), late=None, macs=1_000_000), **changes)
+
+
+def test_a_single_difference_is_a_missed_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.from_mapping(BASE)
+    monkeypatch.setattr(hardware, "run_heads", lambda *_a, **_k: run_of())
+    good = hardware.rtl_golden(Bench(), [case])
+    assert (good.met, good.figures["jobs"], good.figures["outputs_compared"]) == (True, 8, {"tiny": 10})
+    monkeypatch.setattr(hardware, "run_heads", lambda *_a, **_k: run_of(differences=("head 0: 1 of 8 outputs differ",)))
+    bad = hardware.rtl_golden(Bench(), [case])
+    assert bad.met is False
+    assert "1 differences" in bad.text and bad.notes == ("tiny: head 0: 1 of 8 outputs differ",)
+
+
+def test_a_late_beat_or_too_few_cases_miss_the_cycle_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.from_mapping(BASE)
+    monkeypatch.setattr(hardware, "run_heads", lambda *_a, **_k: run_of())
+    assert hardware.cycle_model(Bench(), [case]).met is False
+    short = hardware.cycle_model(Bench(quick=True), [case])
+    assert (short.met, short.figures["cases"]) == (True, 8)
+    monkeypatch.setattr(hardware, "run_heads", lambda *_a, **_k: run_of(late="1 of 9 beats in another cycle"))
+    late = hardware.cycle_model(Bench(quick=True), [case])
+    assert (late.met, late.figures["cases"]) == (False, 0)
+
+
+def test_utilisation_and_ratio_are_computed_from_the_cycles_of_the_rtl(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = cases.of_row("utilisation-idle")
+    macs = 1000 * case.config.macs
+    for cycles, met in ((1000, True), (1030, True), (1050, False), (0, False)):
+        monkeypatch.setattr(hardware, "run_workload", lambda *_a, n=cycles: run_of(cycles=n, macs=macs))
+        assert hardware.utilisation_idle(Bench(), [case]).met is met
+    monkeypatch.setattr(hardware, "run_workload", lambda *_a: run_of(macs=macs, differences=("wrong",)))
+    assert hardware.utilisation_idle(Bench(), [case]).met is False
+    (case,) = cases.of_row("masked-wide")
+    for second, met in ((540, True), (560, False)):
+        answers = iter([run_of(cycles=1000), run_of(cycles=second)])
+        monkeypatch.setattr(hardware, "run_workload", lambda *_a, a=answers: next(a))
+        found = hardware.masked_wide(Bench(), [case])
+        assert (found.met, found.figures["ratio"]) == (met, second / 1000)
+
+
+def test_bits_and_cycles_of_the_real_verilog_seed_5() -> None:
+    case = Case.from_mapping(BASE | {"stalls": 0.25})
+    bench = Bench()
+    try:
+        found = hardware.rtl_golden(bench, [case])
+        assert found.met, found
+        assert found.figures["outputs_compared"] == {"tiny": 4 * 13 * (21 + 8)}
+        equal = hardware.cycle_model(dataclasses.replace(bench, quick=True), [case])
+        assert equal.met, equal
+    finally:
+        bench.close()
+
+
+# ---- softmax -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["none", "causal+padding", "causal+blocks"])
+def test_the_scores_are_those_behind_the_golden_outputs_seed_9(mask: str) -> None:
+    """p from the scores, times v, is the golden output but for the rounding of sums and outputs."""
+    config = Config.load("tiny")
+    workload = cases.masked_workload(
+        config, mode="riemannian", mask=mask, tokens=61, width=16, heads=1, seed=9, kept=0.5, valid=0.8
+    )
+    (head,) = quantise(config, workload)
+    scores, kept = accuracy.head_scores(config, head)
+    attention = probabilities_real(scores, kept, block=config.block, probability_bits=config.probability_bits)
+    wanted = golden(config, head).outputs_real
+    step = head.v_scale
+    assert np.abs(attention @ head.values * step - wanted).max() < 0.25 * step
+    assert (kept == workload.keep_mask(0)).all()
+
+
+def test_the_error_of_a_softmax_is_seen_seed_0() -> None:
+    config = Config.load("tiny")
+    scores = accuracy.laplace_scores(0, 4, 64)
+    kept = np.ones(scores.shape, dtype=np.bool_)
+    assert np.allclose(accuracy.exact_softmax(scores, kept).sum(axis=1), 1)
+    coarse, fine = (accuracy.softmax_error(config, scores, kept, bits) for bits in (8, 16))
+    assert fine < 0.001 < coarse
+
+
+# ---- report ------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_read_and_agrees_with_the_configurations() -> None:
+    text = report.BUDGET.read_text(encoding="utf-8")
+    for preset, (dot, riemannian) in report.budget_cycles(text).items():
+        config = Config.load(preset)
+        items = config.groups(128) * config.blocks(128)
+        plain = config.chunks(64) * config.pass_steps
+        assert (dot, riemannian) == (items * 2 * plain, items * (2 * plain + config.lifted_passes * config.pass_steps))
+    units = report.budget_units(text)
+    assert sum(dsp for unit, (dsp, _) in units.items() if unit != "all") == units["all"][0]
+    assert report.budget_memory_blocks(text) == 171
+    with pytest.raises(DtpError, match="must hold a table with the header"):
+        report.budget_rows(text, "| nothing |")
+
+
+def test_results_are_kept_and_shown(tmp_path: Path) -> None:
+    row = ROWS[-1]
+    result = report.result_of(row, Measured("0.40 ×", False, {"ratio": np.float64(0.4)}, ("the reason",)), 1.23)
+    paths = (tmp_path / "r.json", tmp_path / "r.md")
+    report.save({row.name: result}, *paths)
+    assert report.load(paths[0]) == {row.name: result}
+    text = paths[1].read_text(encoding="utf-8")
+    assert f"| {row.what} | {row.reach} | – | 0.40 × | **no** |" in text
+    assert "- why not: the reason" in text
+    assert "Why rows are missed" in report.status_table({row.name: result})
+    assert "not measured yet" in report.status_table({})
+    paths[0].write_text('{"rows": [{"name": 1}]}', encoding="utf-8")
+    with pytest.raises(DtpError, match="are not of this version"):
+        report.load(paths[0])
+
+
+def test_units_of_a_report_are_set_against_the_budget() -> None:
+    (row,) = [row for row in ROWS if row.name == "fpga-lut4"]
+    units = {"array": (128, 5000), "softmax": (0, 2000), "lift": (8, 900), "loader": (0, 100), "walker": (0, 50)}
+    units["(top)"] = (0, 7)
+    figures = {
+        "dsp": 136, "lut4": 8057, "bram": 100,
+        "per_unit": {name: {"dsp": dsp, "lut4": lut4} for name, (dsp, lut4) in units.items()},
+    }  # fmt: skip
+    text = report.budget_beside_result({row.name: report.result_of(row, Measured("", True, figures), 0)})
+    assert "| `ecp5-85k`, LUT4, loader, lift | 2,000 | 1,000 |" in text
+    assert "| `ecp5-85k`, LUT4, walker, streams and everything else | 700 | 57 |" in text
+    assert "| `ecp5-85k`, DSP, all | 138 | 136 |" in text
+
+
+# ---- command -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Results go to a temporary folder, and the docs are left alone."""
+    folder = tmp_path
+    monkeypatch.setattr(report, "RESULTS_JSON", folder / "results.json")
+    monkeypatch.setattr(report, "RESULTS_MD", folder / "results.md")
+    save, load = report.save, report.load
+    monkeypatch.setattr(report, "save", lambda results: save(results, folder / "results.json", folder / "results.md"))
+    monkeypatch.setattr(report, "load", lambda: load(folder / "results.json"))
+    monkeypatch.setattr(docs, "refresh", list)
+    return folder
+
+
+def row_that(name: str, outcome: Measured | Exception) -> Row:
+    def measure(_bench: Bench, _cases: Sequence[Case]) -> Measured:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    (row,) = [row for row in ROWS if row.name == name]
+    return dataclasses.replace(row, measure=measure)
+
+
+def test_a_missed_row_ends_with_1_and_is_written_all_the_same(kept_apart: Path) -> None:
+    good, bad = Measured("fine", True, {}), Measured("not fine", False, {})
+    assert command.run([row_that("rtl-golden", good), row_that("softmax-worst", Measured("", None, {}))]) == 0
+    broken = row_that("masked-wide", SimulationError("the build failed\nlast line"))
+    assert command.run([row_that("masked-ecp5", bad), broken]) == 1
+    rows = json.loads((kept_apart / "results.json").read_text(encoding="utf-8"))["rows"]
+    assert [(row["name"], row["met"]) for row in rows] == [
+        ("rtl-golden", True), ("masked-ecp5", False), ("masked-wide", False), ("softmax-worst", None),
+    ]  # fmt: skip
+    assert rows[2]["measured"] == "failed: the build failed"
+
+
+def test_a_short_run_writes_nothing(kept_apart: Path) -> None:
+    assert command.run([row_that("rtl-golden", Measured("fine", True, {}))], quick=True) == 0
+    assert list(kept_apart.iterdir()) == []
+    names = [row.name for row in command.chosen_rows(None, with_install=False, quick=True)]
+    assert "rtl-golden" in names and "masked-wide" not in names
+
+
+def test_rows_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [row.name for row in command.chosen_rows(["masked-wide"], False, False)] == ["masked-wide"]
+    assert not any(row.install for row in command.chosen_rows(None, False, False))
+    assert [row.name for row in command.chosen_rows(None, True, False)] == [row.name for row in ROWS]
+    with pytest.raises(SystemExit) as refused:
+        command.main(["--row", "nothing"])
+    assert refused.value.code == 2
+    assert "nothing" in capsys.readouterr().err
