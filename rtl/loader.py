@@ -46,7 +46,6 @@ class State(enum.Enum, shape=4):
     VALUE = 6
     DISCARD = 7
     DRAIN = 8
-    BETWEEN = 9
 
 
 class Section(enum.Enum, shape=2):
@@ -215,7 +214,8 @@ class Loader(wiring.Component):
         # Ring of queries.
         free = Signal(range(c.query_groups + 1), init=c.query_groups)
         claim = Signal()
-        m.d.comb += claim.eq((state == State.QUERY) & ~claimed & (free != 0) & ~lift_busy)
+        can_begin = entry_valid & following_valid & ~lift_busy
+        m.d.comb += claim.eq((state == State.QUERY) & ~claimed & (free != 0) & can_begin)
         m.d.sync += free.eq(free - claim + self.q_release)
 
         section_end = Signal()
@@ -307,8 +307,6 @@ class Loader(wiring.Component):
                 m.d.comb += [consume.eq(ready), section_end.eq(ready & number_last)]
                 with m.If(section_end):
                     m.d.sync += value_block.eq(value_block + 1)
-            with m.Case(State.BETWEEN):
-                m.d.comb += section_end.eq(1)
             with m.Case(State.DISCARD):
                 m.d.comb += consume.eq(1)
                 with m.If(entry_valid & entry_last):
@@ -329,20 +327,17 @@ class Loader(wiring.Component):
                     ]
 
         # Next section.
+        m.d.comb += follow.eq(section_end)
         with m.If(section_end):
-            m.d.comb += follow.eq(following_valid)
-            with m.If(~following_valid):
-                m.d.sync += state.eq(State.BETWEEN)
-            with m.Else():
-                with m.Switch(following):
-                    with m.Case(Section.QUERY):
-                        m.d.sync += first_section
-                    with m.Case(Section.KEY):
-                        m.d.sync += state.eq(Mux(has_batch, State.BATCH, State.KEY))
-                    with m.Case(Section.VALUE):
-                        m.d.sync += state.eq(State.VALUE)
-                    with m.Case(Section.END):
-                        m.d.sync += state.eq(State.DRAIN)
+            with m.Switch(following):
+                with m.Case(Section.QUERY):
+                    m.d.sync += first_section
+                with m.Case(Section.KEY):
+                    m.d.sync += state.eq(Mux(has_batch, State.BATCH, State.KEY))
+                with m.Case(Section.VALUE):
+                    m.d.sync += state.eq(State.VALUE)
+                with m.Case(Section.END):
+                    m.d.sync += state.eq(State.DRAIN)
 
         # The job's last entry comes with last, no other does.
         keys_or_values = (state == State.KEY) | (state == State.VALUE)
@@ -471,7 +466,8 @@ class Loader(wiring.Component):
     ) -> tuple[Signal, Signal, Signal]:
         """Looks ahead in the order of sections, one candidate a cycle, from the one after Q(0) on.
 
-        Kind of the next section, whether it is known, and the wish to go on to it.
+        Kind of the next section, whether it is known, and the step on to it. No section ends before the next is
+        known: its last entry waits.
         """
         c = self.config
         kind, valid, take = Signal(Section), Signal(), Signal()
