@@ -494,10 +494,9 @@ def simulate(
 
 
 def _run_models(config: Config, workload: Workload, reference: bool, progress: Progress) -> _Models:
-    from sim.cycles.attention import predict
-
     from dtp.attention import golden
     from dtp.quantise import quantise
+    from sim.cycles.attention import predict
 
     progress("quantising", None)
     heads = quantise(config, workload)
