@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,6 +107,8 @@ _USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ 
 
 
 def _complain(text: str, status: int) -> int:
+    # A design that was given up half made is no news to a person.
+    warnings.simplefilter("ignore")
     print(f"dtp: {' '.join(text.split())}", file=sys.stderr)
     return status
 

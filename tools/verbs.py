@@ -353,15 +353,13 @@ def generate(config: ConfigLike, folder: str | Path, *, progress: Progress = _qu
     config = as_config(config)
     place = Path(os.path.abspath(folder))
     _check_folder(place, folder)
-    from rtl.emit import emit
-
     progress(f"generating Verilog of {config.name}", None)
-    emitted = emit(config)
+    design = emitted(config)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with partial_beside(place) as partial:
             partial.mkdir()
-            names = [path.name for path in emitted.write(partial)]
+            names = [path.name for path in design.write(partial)]
             files = tuple(_described(partial / name) for name in names)
             if place.is_dir():
                 for name in names:
@@ -377,6 +375,14 @@ def generate(config: ConfigLike, folder: str | Path, *, progress: Progress = _qu
         files=files,
         wall_s=time.monotonic() - start,
     )
+
+
+@lru_cache(maxsize=4)
+def emitted(config: Config) -> Any:
+    """The generated design of a configuration, :class:`rtl.emit.Emitted`; made once a process."""
+    from rtl.emit import emit
+
+    return emit(config)
 
 
 def _check_folder(place: Path, shown: str | Path) -> None:
@@ -682,13 +688,6 @@ def stream_job(config: Config, heads: Sequence[Any], total_cycles: int, stalls: 
     )
 
 
-@lru_cache(maxsize=4)
-def _verilog(config: Config) -> str:
-    from rtl.emit import emit
-
-    return emit(config).verilog
-
-
 def _run_rtl(
     models: _Models,
     waves: str | Path | None,
@@ -706,7 +705,7 @@ def _run_rtl(
     with tempfile.TemporaryDirectory(prefix="dtp-") as temporary:
         verilog = Path(temporary) / "top.v"
         progress(f"generating Verilog of {config.name}", None)
-        verilog.write_text(_verilog(config), encoding="utf-8")
+        verilog.write_text(emitted(config).verilog, encoding="utf-8")
         progress("building the simulator (kept for the next run)", None)
         build(verilog, waves=waves is not None, cache_dir=cache_dir)
         progress(f"simulating the Verilog, about {total} cycles", None)
