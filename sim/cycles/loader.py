@@ -199,103 +199,100 @@ def plan(config: Config, job: Job) -> LoadPlan:
     return _plan(config, job.tokens, job.chunks(config), job.bias, job.lift, job.masked)
 
 
+@lru_cache(maxsize=8)
+def _params(config: Config) -> LiftParams:
+    return LiftParams(config)
+
+
+@lru_cache(maxsize=256)
+def _group(config: Config, chunks: int, lift: bool, plain: bool) -> tuple[list[int], int, int]:
+    """A query group from its start on: issue of each word, its last cycle, and when the next entry is there."""
+    params, source = _params(config), _Source(config.entry_beats, config.entry_words)
+    count = chunks * config.pass_steps
+    if lift:
+        code = params.programs["lift_queries"].code
+        after, emits = _execute(code, count - params.query_words, START_CYCLES, source)
+        return emits, after - 1, source.ready
+    now, emits = 0 if plain else START_CYCLES, []
+    for word in range(count):
+        now = source.take_word(now, last=word == count - 1)
+        emits.append(now)
+        now += 1
+    return emits, emits[-1], source.ready
+
+
+@lru_cache(maxsize=256)
+def _batch(config: Config, chunks: int, lift: bool, ready: int) -> tuple[int, int]:
+    """A factor batch of keys whose first entry is there ``ready`` cycles after its state begins: the cycle after its
+    end, and when the next entry is there."""
+    params, source = _params(config), _Source(config.entry_beats, config.entry_words, ready)
+    count = chunks * config.block - (params.rank if lift else 0)
+    after, _ = _execute(params.programs["lift_keys" if lift else "keys"].code, count, START_CYCLES, source)
+    return after, source.ready
+
+
 @lru_cache(maxsize=64)
 def _plan(config: Config, tokens: int, chunks: int, bias: bool, lift: bool, masked: bool) -> LoadPlan:
-    params = LiftParams(config)
-    programs = params.programs
-    beats = config.entry_beats
-    source = _Source(beats, config.entry_words)
-    entries = chunks * config.pass_steps
+    beats, source = config.entry_beats, _Source(config.entry_beats, config.entry_words)
+    entries, blocks = chunks * config.pass_steps, config.blocks(tokens)
 
     # Segment 0: descriptor, check, mask, constants.
     cycle = 0
     for _ in range(descriptor_entries(config)):
-        cycle = source.take_entry(cycle)
-        cycle += 1
+        cycle = source.take_entry(cycle) + 1
     taken = cycle - 1
     cycle = taken + CHECK_CYCLES
     if masked:
-        rows, left = config.entry_bytes // config.mask_row_bytes, config.blocks(tokens)
+        rows, left = config.entry_bytes // config.mask_row_bytes, blocks
         for _ in range(mask_entries(config, tokens)):
-            start = max(cycle, source.ready)
-            cycle = source.take_entry(start + min(rows, left) - 1) + 1
+            cycle = source.take_entry(max(cycle, source.ready) + min(rows, left) - 1) + 1
             left -= rows
     valid = cycle
-    begin = max(cycle, source.ready)
+    begin = max(cycle, source.ready, taken + CHECK_CYCLES + 1)  # the second section is known
     if bias:
-        constants = programs["lift_constants" if lift else "bias_constants"].code
-        issue = taken + CHECK_CYCLES - 1 + START_CYCLES
-        begin = max(begin, _execute(constants, 0, issue, source)[0])
+        constants = _params(config).programs["lift_constants" if lift else "bias_constants"].code
+        begin = max(begin, _execute(constants, 0, taken + CHECK_CYCLES - 1 + START_CYCLES, source)[0])
     else:
         begin = max(begin, taken + SCALE_CYCLES)
-    begin = max(begin, taken + CHECK_CYCLES + 1)  # the second section is known
-    lengths = [begin]
 
+    # The others, each from cycle 0 on.
     order = _order(config, tokens)
-    key_segments, value_segments = (np.zeros(config.blocks(tokens), dtype=np.int64) for _ in range(2))
-    keys, values = (np.zeros((config.blocks(tokens), entries), dtype=np.int64) for _ in range(2))
-    passes: list[list[int]] = []
-    whole: list[int] = []
-    plain = not bias
-
-    # Every segment counts from its own start; a query group's claim is cycle 0.
-    def queries() -> int:
-        """Loads a group from cycle 0 on; the cycle in which its section ends."""
-        nonlocal plain
-        source.ready, source.word = 0, 0
-        count = chunks * config.pass_steps
-        if lift:
-            end, emits = _execute(programs["lift_queries"].code, count - params.query_words, START_CYCLES, source)
-            end -= 1
-        else:
-            now = 0 if plain else START_CYCLES
-            emits = []
-            for word in range(count):
-                now = source.take_word(now, last=word == count - 1)
-                emits.append(now)
-                now += 1
-            end = emits[-1]
-        plain = not lift
-        steps = config.pass_steps
-        passes.append([emits[(n + 1) * steps - 1] + QUERY_CYCLES for n in range(chunks)])
-        whole.append(emits[-1] + QUERY_CYCLES)
-        return end
-
-    end = queries()
-    segment = 1
+    lengths = [begin]
+    segments = {kind: np.zeros(blocks, dtype=np.int64) for kind in "kv"}
+    tables = {kind: np.zeros((blocks, entries), dtype=np.int64) for kind in "kv"}
+    words: list[list[int]] = []
+    emits, end, ready = _group(config, chunks, lift, not bias)
+    words.append(emits)
+    plain = not lift
     for (kind, number, _), (_, _, looked) in itertools.pairwise(order):
         known = end + looked  # cycle in which the next section is known, which the last entry waits for
-        if kind == "q":
-            lengths.append(max(end + 1, source.ready, known))
-            end = queries()
-            segment += 1
-            continue
         now = end + 1
+        if kind == "q":
+            lengths.append(max(now, ready, known))
+            emits, end, ready = _group(config, chunks, lift, plain)
+            words.append(emits)
+            plain = not lift
+            continue
         if kind == "k" and bias:
-            name = "lift_keys" if lift else "keys"
-            loop = chunks * config.block - (params.rank if lift else 0)
-            for _batch in key_batches(config, number):
-                now, _ = _execute(programs[name].code, loop, now + START_CYCLES, source)
-                plain = False
-        segments, table = (key_segments, keys) if kind == "k" else (value_segments, values)
-        segments[number] = segment
-        for entry in range(entries):
-            if entry == entries - 1:
-                now = max(now, known)
-            now = source.take_entry(now)
-            table[number, entry] = now + OPERAND_CYCLES
-            now += 1
-        end = now - 1
+            for _batch_number in key_batches(config, number):
+                length, ready = _batch(config, chunks, lift, max(0, ready - now))
+                now, ready, plain = now + length, now + ready, False
+        taken_at = max(now, ready) + beats * np.arange(entries, dtype=np.int64)
+        taken_at[-1] = max(taken_at[-1], known)
+        segments[kind][number] = len(lengths)
+        tables[kind][number] = taken_at + OPERAND_CYCLES
+        end, ready = int(taken_at[-1]), int(taken_at[-1]) + beats
     finished = end + 1 + DRAIN_CYCLES
-    lengths.append(max(finished, source.ready + 1))
+    lengths.append(max(finished, ready + 1))
+    issued = np.array(words, dtype=np.int64)
     return LoadPlan(
         lengths=np.array(lengths, dtype=np.int64),
         valid=valid,
         done=finished,
-        passes=np.array(passes, dtype=np.int64),
-        whole=np.array(whole, dtype=np.int64),
-        key_segments=key_segments,
-        keys=keys,
-        value_segments=value_segments,
-        values=values,
+        passes=issued[:, config.pass_steps - 1 : entries : config.pass_steps] + QUERY_CYCLES,
+        whole=issued[:, -1] + QUERY_CYCLES,
+        key_segments=segments["k"],
+        keys=tables["k"],
+        value_segments=segments["v"],
+        values=tables["v"],
     )
