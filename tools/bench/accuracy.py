@@ -8,11 +8,11 @@ from importlib.util import find_spec
 import numpy as np
 from numpy.typing import NDArray
 
-from dtp.attention import kept_blocks
+from dtp.attention import golden, kept_blocks
 from dtp.config import SCORE_FRACTION_BITS, Config
 from dtp.fixed import Int, round_shift
 from dtp.lift import lift_keys, lift_queries
-from dtp.quantise import Head, quantise
+from dtp.quantise import Head, dequantised, quantise
 from dtp.softmax import clip_scores, probabilities_real, worst_case
 from dtp.workload import Workload
 from tools.bench.cases import Case
@@ -50,20 +50,15 @@ def has_minilm() -> bool:
 
 def below_floor(bench: Bench, cases: Sequence[Case], limit_db: float) -> Measured:
     """How far the worst head lies below a float computation on the same quantised operands."""
-    from tools.verbs import simulate
-
+    if find_spec("torch") is None:
+        return Measured("not measured: PyTorch is not installed", None, {}, ("pip install torch==2.13.0",))
     losses: dict[str, list[float]] = {}
     worst: list[tuple[float, float]] = []
     for case in cases:
         for name, workload in workloads_of(bench, case):
-            result = simulate(case.config, workload, progress=bench.progress)
-            if result.sqnr_db_heads is None or result.sqnr_floor_db_heads is None:
-                return Measured("not measured: PyTorch is not installed", None, {}, ("pip install torch==2.13.0",))
-            pairs = list(zip(result.sqnr_db_heads, result.sqnr_floor_db_heads, strict=True))
+            pairs = list(sqnr_and_floor(bench, case.config, name, workload))
             losses[name] = [floor - measured for measured, floor in pairs]
             worst += pairs
-    if not losses:
-        return Measured("not measured: neither PyTorch nor MiniLM is installed", None, {}, ("make minilm",))
     loss = max(max(values) for values in losses.values())
     measured, floor = min(worst)
     heads = sum(len(values) for values in losses.values())
@@ -81,6 +76,21 @@ def below_floor(bench: Bench, cases: Sequence[Case], limit_db: float) -> Measure
         },
         ("the committed extract alone: `make minilm` adds all 72 heads",) if alone else (),
     )
+
+
+def sqnr_and_floor(bench: Bench, config: Config, name: str, workload: Workload) -> Iterator[tuple[float, float]]:
+    """Signal to error in dB of each head of the golden model, and of a float computation on the quantised operands."""
+    from dtp.reference.attention import attention, sqnr_db
+    from tools.verbs import single_head
+
+    heads = quantise(config, workload)
+    quantised = dequantised(workload, heads)
+    for number, head in enumerate(heads):
+        bench.progress(f"accuracy of {name}", number / len(heads))
+        exact = attention(single_head(workload, number)).numpy()
+        rounded = attention(single_head(quantised, number)).numpy()
+        measured = golden(config, head).outputs_real[np.newaxis]
+        yield float(sqnr_db(exact, measured)[0]), float(sqnr_db(exact, rounded)[0])
 
 
 def accuracy_dot(bench: Bench, cases: Sequence[Case]) -> Measured:

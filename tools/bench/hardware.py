@@ -46,7 +46,6 @@ def run_heads(
 ) -> Run:
     """All heads back to back through the Verilog; cycles are compared where nothing stalls."""
     from sim.bench import Backend, run_stream
-    from sim.cycles.attention import predict
 
     job = stream_job(config, heads, cycles_allowed(config, heads), stalls, seed)
     backend = Backend.COCOTB if cocotb else Backend.BARE
@@ -56,11 +55,16 @@ def run_heads(
     cycles = 0
     if result.first_input_cycle is not None and len(result.cycles):
         cycles = int(result.cycles[-1]) - result.first_input_cycle + 1
+    late = None
+    if not stalls:
+        from sim.cycles.attention import predict
+
+        late = compare_cycles(predict(config, heads), result)
     return Run(
         outputs=outputs,
         cycles=cycles,
         differences=(*result.faults, *differences),
-        late=None if stalls else compare_cycles(predict(config, heads), result),
+        late=late,
         macs=0,
     )
 
