@@ -15,6 +15,7 @@ __all__ = [
     "PassLayout",
     "RecordKind",
     "RecordLayout",
+    "ScoreLayout",
     "StepControlLayout",
     "StepTag",
 ]
@@ -56,9 +57,8 @@ class ItemLayout(data.StructLayout):
         super().__init__(
             {
                 "slot": unsigned(1),
-                "block": unsigned(_below(c.max_blocks + 1)),
-                "group": unsigned(_below(2 * c.query_groups)),
-                "query_base": unsigned(_below(c.max_tokens + 1)),
+                "block": unsigned(_below(c.max_blocks)),
+                "chunks": unsigned(_below(c.max_chunks + 1)),
                 "live_count": unsigned(_below(c.rows + 1)),
                 "first": unsigned(1),
                 "last": unsigned(1),
@@ -68,8 +68,31 @@ class ItemLayout(data.StructLayout):
         )
 
 
+class ScoreLayout(data.StructLayout):
+    """What only the scores of an item need: of its group, and of its job."""
+
+    def __init__(self, config: Config) -> None:
+        c = config
+        tokens = unsigned(_below(c.max_tokens + 1))
+        super().__init__(
+            {
+                "group": unsigned(_below(2 * c.query_groups)),
+                "query_base": tokens,
+                "valid_length": tokens,
+                "lift": unsigned(1),
+                "bias": unsigned(1),
+                "causal": unsigned(1),
+                "score_shift": unsigned(SHIFT_FIELD_BITS),
+                "lift_shift": unsigned(SHIFT_FIELD_BITS),
+            }
+        )
+
+
 class PassLayout(data.StructLayout):
-    """One pass of the array: a stationary operand and the steps that use it."""
+    """One pass of the array: a stationary operand and the steps that use it.
+
+    ``number`` counts plain passes, then lifted ones; ``score`` means nothing for a pass of values.
+    """
 
     def __init__(self, config: Config) -> None:
         c = config
@@ -82,13 +105,13 @@ class PassLayout(data.StructLayout):
                 "is_last": unsigned(1),
                 "first_of_group": unsigned(1),
                 "last_of_group": unsigned(1),
-                "number": unsigned(_below(c.max_chunks + c.lifted_passes + 1)),
+                "number": unsigned(_below(c.max_chunks)),
                 "lifted_number": unsigned(_below(c.lifted_passes)),
-                "block": unsigned(_below(c.max_blocks + 1)),
-                "group": unsigned(_below(2 * c.query_groups)),
-                "query_base": unsigned(_below(c.max_tokens + 1)),
+                "block": unsigned(_below(c.max_blocks)),
+                "chunks": unsigned(_below(c.max_chunks + 1)),
                 "buffer": unsigned(_below(c.lookahead + 1)),
                 "output_slot": unsigned(_below(c.output_slots)),
+                "score": ScoreLayout(c),
             }
         )
 
@@ -124,7 +147,7 @@ class StepControlLayout(data.StructLayout):
                 "slot": unsigned(1),
                 "key_number": unsigned(_below(c.max_tokens // c.segments)),
                 "step_number": unsigned(_below(c.max_chunks * c.pass_steps)),
-                "pass_number": unsigned(_below(c.max_chunks + c.lifted_passes + 1)),
+                "pass_number": unsigned(_below(c.max_chunks)),
                 "lifted_number": unsigned(_below(c.lifted_passes)),
                 "block": unsigned(_below(c.max_blocks)),
                 "address": unsigned(array.addr_bits),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from amaranth.hdl import Cat, Module, Mux, Signal, Value, unsigned
 from amaranth.lib import data, stream, wiring
+from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from dtp.array import ArrayParams
@@ -15,6 +16,7 @@ from rtl.layouts import (
     PassLayout,
     RecordKind,
     RecordLayout,
+    ScoreLayout,
     StepControlLayout,
 )
 from rtl.softmax import ItemLayout as SoftmaxItemLayout
@@ -91,22 +93,22 @@ class Walker(wiring.Component):
         c = self.config
         ending = Signal()
         ending_slot = Signal()
-        head, head_valid, head_taken = self._generate_items(m, ending, ending_slot)
+        head, score, head_valid, head_taken = self._generate_items(m, ending, ending_slot)
 
         # Items whose scores are issued and whose P·V is not, the job's end marker included.
-        depth = c.lookahead + 2
-        pending = Signal(data.ArrayLayout(ItemLayout(c), depth))
-        pending_count = Signal(range(depth + 1))
+        depth = 1 << (c.lookahead + 1).bit_length()
+        m.submodules.pending = pending = Memory(shape=ItemLayout(c), depth=depth, init=[])
+        write, read = pending.write_port(), pending.read_port(domain="comb")
+        pending_count = Signal(range(c.lookahead + 3))
         push = Signal()
         pop = Signal()
-        oldest = pending[0]
-        for place in range(depth):
-            follows = pending[place + 1] if place + 1 < depth else head
-            with m.If(pop):
-                m.d.sync += pending[place].eq(Mux(pending_count == place + 1, head, follows))
-            with m.Elif(pending_count == place):
-                m.d.sync += pending[place].eq(head)
-        m.d.sync += pending_count.eq(pending_count + push - pop)
+        oldest = read.data
+        m.d.comb += [write.en.eq(push), write.data.eq(head)]
+        m.d.sync += [
+            write.addr.eq(write.addr + push),
+            read.addr.eq(read.addr + pop),
+            pending_count.eq(pending_count + push - pop),
+        ]
 
         # The operation that is being cut into passes.
         now = Signal(PassLayout(c))
@@ -118,11 +120,12 @@ class Walker(wiring.Component):
         feed_takes = Signal()
         closed = Signal()  # the end marker of a job is pending: only P·V until it is popped
 
-        job = self.jobs[now.slot]
-        passes = Signal(range(c.max_chunks + c.lifted_passes + 1))
-        m.d.comb += passes.eq(job.chunks + Mux(job.lift, c.lifted_passes, 0))
+        last_plain = Signal()
         last_pass = Signal()
-        m.d.comb += last_pass.eq(now.is_values | (now.number + 1 == passes))
+        m.d.comb += last_plain.eq(now.number + 1 == now.chunks)
+        m.d.comb += last_pass.eq(
+            now.is_values | Mux(now.is_lifted, now.lifted_number == c.lifted_passes - 1, last_plain & ~now.score.lift)
+        )
         now_free = Signal()
         m.d.comb += now_free.eq(~now_valid | (feed_takes & last_pass))
 
@@ -131,16 +134,24 @@ class Walker(wiring.Component):
         scores_busy = Signal()
         m.d.comb += scores_busy.eq((now_valid & ~now.is_values) | (fed_valid & ~fed.is_values))
         head_loaded = Signal()
-        m.d.comb += head_loaded.eq(self.q_group != head.group)
+        m.d.comb += head_loaded.eq(self.q_group != score.group)
         score_slot = Signal(range(c.lookahead + 1))
         value_slot = Signal(range(c.lookahead + 1))
         output_slot = Signal(range(c.output_slots))
 
         record = self.record.payload
         oldest_job = self.jobs[oldest.slot]
+        now_next = {
+            "is_first": 1,
+            "is_lifted": 0,
+            "number": 0,
+            "lifted_number": 0,
+            "output_slot": output_slot,
+            "score": score,
+        }
         m.d.comb += [
             record.slot.eq(output_slot),
-            record.steps.eq(oldest_job.chunks * c.pass_steps),
+            record.steps.eq(oldest.chunks << _log2(c.pass_steps)),
             record.tag.eq(oldest_job.tag),
             record.error.eq(oldest_job.error),
             record.lift_saturations.eq(self.lift_saturations[oldest.slot]),
@@ -149,7 +160,13 @@ class Walker(wiring.Component):
             m.d.comb += record.live_rows[row].eq(oldest.live_count > row)
 
         with m.If(feed_takes):
-            m.d.sync += [now.number.eq(now.number + 1), now.is_first.eq(0)]
+            m.d.sync += now.is_first.eq(0)
+            with m.If(now.is_lifted):
+                m.d.sync += now.lifted_number.eq(now.lifted_number + 1)
+            with m.Elif(last_plain):
+                m.d.sync += now.is_lifted.eq(1)
+            with m.Else():
+                m.d.sync += now.number.eq(now.number + 1)
             with m.If(last_pass):
                 m.d.sync += now_valid.eq(0)
 
@@ -167,15 +184,13 @@ class Walker(wiring.Component):
                     m.d.sync += [
                         now_valid.eq(1),
                         now.is_values.eq(0),
-                        now.is_first.eq(1),
-                        now.number.eq(0),
                         now.buffer.eq(score_slot),
                         now.first_of_group.eq(head.first),
                         now.last_of_group.eq(head.last),
                         now.slot.eq(head.slot),
                         now.block.eq(head.block),
-                        now.group.eq(head.group),
-                        now.query_base.eq(head.query_base),
+                        now.chunks.eq(head.chunks),
+                        *(now[name].eq(value) for name, value in now_next.items()),
                     ]
                     _count(m, score_slot, c.lookahead + 1)
         with m.Elif(pending_count != 0):
@@ -201,16 +216,13 @@ class Walker(wiring.Component):
                     m.d.sync += [
                         now_valid.eq(1),
                         now.is_values.eq(1),
-                        now.is_first.eq(1),
-                        now.number.eq(0),
                         now.buffer.eq(value_slot),
-                        now.output_slot.eq(output_slot),
                         now.first_of_group.eq(oldest.first),
                         now.last_of_group.eq(oldest.last),
                         now.slot.eq(oldest.slot),
                         now.block.eq(oldest.block),
-                        now.group.eq(oldest.group),
-                        now.query_base.eq(oldest.query_base),
+                        now.chunks.eq(oldest.chunks),
+                        *(now[name].eq(value) for name, value in now_next.items()),
                     ]
                     _count(m, value_slot, c.lookahead + 1)
                     with m.If(oldest.last):
@@ -229,51 +241,58 @@ class Walker(wiring.Component):
             m.d.sync += ending.eq(0)
         return m
 
-    def _generate_items(self, m: Module, ending: Signal, ending_slot: Signal) -> tuple[data.View, Signal, Signal]:
-        """Kept blocks of every group of every job in order; the register ``head`` holds the next item."""
+    def _generate_items(
+        self, m: Module, ending: Signal, ending_slot: Signal
+    ) -> tuple[data.View, data.View, Signal, Signal]:
+        """Kept blocks of every group of every job in order; the registers ``head`` and ``score`` hold the next item."""
         c = self.config
         head = Signal(ItemLayout(c))
+        score = Signal(ScoreLayout(c))
         head_valid = Signal()
         head_taken = Signal()
         slot = Signal()
         job = self.jobs[slot]
-        row_number = Signal(range(c.max_groups + 1))
+        row_number = Signal(range(c.max_groups))
         ring_number = Signal(range(2 * c.query_groups))
-        query_base = Signal(range(c.max_tokens + 1))
+        left = Signal(range(c.max_tokens + 1))  # tokens from the group's first on that are not padding
         remaining = Signal(c.max_blocks)
-        first = Signal()
         legal = Signal(c.max_blocks)
-        causal_legal = Signal(c.max_blocks)
-        block_row = row_number >> _log2(c.block // c.rows)
+        first = Signal()
+        turn = _log2(c.block // c.rows)
 
-        m.d.comb += [self.mask_slot.eq(slot), self.mask_row_index.eq(block_row)]
-        for number in range(c.max_blocks):
-            within = job.valid_length > number * c.block
-            m.d.comb += legal[number].eq(within & (~job.causal | causal_legal[number]))
+        m.d.comb += [self.mask_slot.eq(slot), self.mask_row_index.eq(row_number >> turn)]
+        last_block = Signal(range(c.max_blocks + 1))
+        m.d.comb += last_block.eq((job.valid_length - 1) >> _log2(c.block))
+        within = _thermometer(m, last_block, c.max_blocks)
 
         lowest = Signal(c.max_blocks)
-        m.d.comb += lowest.eq(remaining & (~remaining + 1))
+        after = Signal(c.max_blocks)
+        m.d.comb += [after.eq(remaining & (remaining - 1)), lowest.eq(remaining & ~after)]
         index = Signal(range(c.max_blocks))
         for bit in range(len(index)):
             m.d.comb += index[bit].eq(Cat(lowest[number] for number in range(c.max_blocks) if number >> bit & 1).any())
-        after = Signal(c.max_blocks)
-        m.d.comb += after.eq(remaining & (remaining - 1))
-        live = Signal(range(c.rows + 1))
-        left = Signal(range(c.max_tokens + 1))
-        m.d.comb += left.eq(job.valid_length - query_base)
-        m.d.comb += live.eq(Mux(query_base >= job.valid_length, 0, Mux(left > c.rows, c.rows, left)))
+        none_after = Signal()
+        m.d.comb += none_after.eq(after == 0)
 
         free = Signal()
         m.d.comb += free.eq(~head_valid | head_taken)
         with m.If(head_taken):
             m.d.sync += head_valid.eq(0)
 
-        row_end = Signal()
         with m.FSM(name="items"):
             with m.State("job"):
-                m.d.sync += [row_number.eq(0), query_base.eq(0), causal_legal.eq(1)]
-                # A slot that is about to be given back still says that its old job is there.
-                with m.If(self.job_valid.bit_select(slot, 1) & ~(ending & (ending_slot == slot))):
+                m.d.sync += [
+                    row_number.eq(0),
+                    left.eq(job.valid_length),
+                    legal.eq(Mux(job.causal, 1, within)),
+                    head.slot.eq(slot),
+                    head.chunks.eq(job.chunks),
+                    score.valid_length.eq(job.valid_length),
+                    *(score[name].eq(job[name]) for name in ("lift", "bias", "causal", "score_shift", "lift_shift")),
+                ]
+                # The head may still be the end marker of the job before. A slot that is about to be given back still
+                # says that its old job is there.
+                with m.If(free & self.job_valid.bit_select(slot, 1) & ~(ending & (ending_slot == slot))):
                     with m.If(job.error != 0):
                         m.next = "end"
                     with m.Else():
@@ -281,47 +300,40 @@ class Walker(wiring.Component):
             with m.State("row"):
                 m.next = "mask"
             with m.State("mask"):
-                m.d.sync += [
-                    remaining.eq(Mux(live == 0, 0, self.mask_row & legal)),
-                    first.eq(1),
-                ]
+                m.d.sync += [remaining.eq(Mux(left == 0, 0, self.mask_row & legal)), first.eq(1)]
                 m.next = "item"
             with m.State("item"):
                 with m.If(free):
                     m.d.sync += [
                         head_valid.eq(1),
-                        head.slot.eq(slot),
                         head.block.eq(index),
-                        head.group.eq(ring_number),
-                        head.query_base.eq(query_base),
-                        head.live_count.eq(live),
+                        head.live_count.eq(Mux(left > c.rows, c.rows, left)),
                         head.first.eq(first),
-                        head.last.eq(after == 0),
+                        head.last.eq(none_after),
                         head.is_null.eq(remaining == 0),
                         head.is_end.eq(0),
+                        score.group.eq(ring_number),
+                        score.query_base.eq(row_number << _log2(c.rows)),
                         remaining.eq(after),
                         first.eq(0),
                     ]
-                    m.d.comb += row_end.eq(after == 0)
-                with m.If(row_end):
-                    m.d.sync += [
-                        ring_number.eq(ring_number + 1),
-                        row_number.eq(row_number + 1),
-                        query_base.eq(query_base + c.rows),
-                    ]
-                    turn = (row_number & (c.block // c.rows - 1)) == c.block // c.rows - 1
-                    with m.If(turn):
-                        m.d.sync += causal_legal.eq(Cat(1, causal_legal))
-                    with m.If(row_number + 1 == job.groups):
-                        m.next = "end"
-                    with m.Else():
-                        m.next = "row"
+                    with m.If(none_after):
+                        m.d.sync += [
+                            ring_number.eq(ring_number + 1),
+                            row_number.eq(row_number + 1),
+                            left.eq(Mux(left > c.rows, left - c.rows, 0)),
+                        ]
+                        with m.If(job.causal & (row_number[:turn] == c.block // c.rows - 1)):
+                            m.d.sync += legal.eq(Cat(1, legal) & within)
+                        with m.If(row_number + 1 == job.groups):
+                            m.next = "end"
+                        with m.Else():
+                            m.next = "row"
             with m.State("end"):
                 with m.If(free):
-                    m.d.sync += [head_valid.eq(1), head.slot.eq(slot), head.is_end.eq(1), head.is_null.eq(0)]
-                    m.d.sync += slot.eq(~slot)
+                    m.d.sync += [head_valid.eq(1), head.is_end.eq(1), head.is_null.eq(0), slot.eq(~slot)]
                     m.next = "job"
-        return head, head_valid, head_taken
+        return head, score, head_valid, head_taken
 
     def _feed(
         self,
@@ -349,7 +361,7 @@ class Walker(wiring.Component):
 
         # Feed stage.
         probabilities = Signal(range(c.lookahead + 2))
-        loaded = self.q_group != fed.group
+        loaded = self.q_group != fed.score.group
         source_there = Signal()
         m.d.comb += source_there.eq(
             Mux(fed.is_values, probabilities != 0, loaded | (~fed.is_lifted & (fed.number < self.q_pass)))
@@ -367,7 +379,13 @@ class Walker(wiring.Component):
             self.feed.is_values.eq(fed.is_values),
             self.feed.number.eq(feed_number),
             self.feed.buffer.eq(fed.buffer),
-            self.feed.query_address.eq(Cat(feed_number, fed.group[: _log2(c.query_groups)], fed.number)),
+            self.feed.query_address.eq(
+                Cat(
+                    feed_number,
+                    fed.score.group[: _log2(c.query_groups)],
+                    Mux(fed.is_lifted, c.max_chunks + fed.lifted_number, fed.number),
+                )
+            ),
         ]
         m.d.sync += probabilities.eq(probabilities + self.done - (feed_last & fed.is_values))
         with m.If(feed_issue):
@@ -377,19 +395,9 @@ class Walker(wiring.Component):
         with m.If(moves):
             m.d.sync += [feeds_done.eq(0), fed_valid.eq(0)]
         with m.If(feed_takes):
-            m.d.sync += [
-                fed.eq(now),
-                fed.is_last.eq(last_pass),
-                fed.is_lifted.eq(~now.is_values & (now.number >= self.jobs[now.slot].chunks)),
-                # Lifted passes lie behind all plain passes that the configuration can have.
-                fed.lifted_number.eq(now.number - self.jobs[now.slot].chunks),
-                fed_valid.eq(1),
-            ]
-        with m.If(feed_takes & ~now.is_values & (now.number >= self.jobs[now.slot].chunks)):
-            m.d.sync += fed.number.eq(now.number - self.jobs[now.slot].chunks + c.max_chunks)
+            m.d.sync += [fed.eq(now), fed.is_last.eq(last_pass), fed_valid.eq(1)]
 
         # Step stage.
-        job = self.jobs[stepped.slot]
         sub_pass = Mux(stepped.is_values, sub_number, stepped.number)
         in_block = Mux(stepped.is_values, self.v_block[stepped.slot], self.k_block[stepped.slot])
         in_pass = Mux(stepped.is_values, self.v_entry[stepped.slot], self.k_entry[stepped.slot]) >> _log2(c.pass_steps)
@@ -401,7 +409,7 @@ class Walker(wiring.Component):
             | (stepped.block < in_block)
             | ((stepped.block == in_block) & (sub_pass < in_pass))
         )
-        final_step = Mux(stepped.is_values, (job.chunks << _log2(c.pass_steps)) - 1, c.pass_steps - 1)
+        final_step = Mux(stepped.is_values, (stepped.chunks << _log2(c.pass_steps)) - 1, c.pass_steps - 1)
         m.d.comb += [
             step_issue.eq(stepped_valid & operands_there),
             step_last.eq(step_issue & (step_number == final_step)),
@@ -430,8 +438,10 @@ class Walker(wiring.Component):
             step.block.eq(stepped.block),
             step.address.eq(Mux(stepped.is_values, step_number + c.pass_steps, step_number)),
             step.first.eq(Mux(stepped.is_values, stepped.first_of_group, stepped.is_first)),
-            step.has_bias.eq(~stepped.is_values & stepped.is_first & job.bias),
-            step.shift.eq(Mux(stepped.is_values, 0, Mux(stepped.is_lifted, job.lift_shift, job.score_shift))),
+            step.has_bias.eq(~stepped.is_values & stepped.is_first & stepped.score.bias),
+            step.shift.eq(
+                Mux(stepped.is_values, 0, Mux(stepped.is_lifted, stepped.score.lift_shift, stepped.score.score_shift))
+            ),
             step.emit.eq(Mux(stepped.is_values, stepped.last_of_group, stepped.is_last)),
             step.buffer.eq(stepped.buffer),
             step.output_slot.eq(stepped.output_slot),
@@ -440,10 +450,21 @@ class Walker(wiring.Component):
             self.item.first.eq(stepped.first_of_group),
             self.item.last.eq(stepped.last_of_group),
             self.item.key_base.eq(stepped.block << _log2(c.block)),
-            self.item.query_base.eq(stepped.query_base),
-            self.item.valid_length.eq(job.valid_length),
-            self.item.causal.eq(job.causal),
+            self.item.query_base.eq(stepped.score.query_base),
+            self.item.valid_length.eq(stepped.score.valid_length),
+            self.item.causal.eq(stepped.score.causal),
         ]
+
+
+def _thermometer(m: Module, last: Value, count: int) -> Signal:
+    """Bits 0 … ``last`` of ``count``, decoded in two halves."""
+    low_bits = (count - 1).bit_length() // 2
+    low, high = last[:low_bits], last[low_bits:]
+    result = Signal(count)
+    for place in range(count):
+        place_low, place_high = place & ((1 << low_bits) - 1), place >> low_bits
+        m.d.comb += result[place].eq((high > place_high) | ((high == place_high) & (low >= place_low)))
+    return result
 
 
 def _log2(value: int) -> int:
