@@ -366,8 +366,8 @@ class Loader(wiring.Component):
                     ]
                 with m.If(drain == DRAIN_CYCLES - 1):
                     m.d.sync += [job.error.eq(fault), self.lift_saturations[n].eq(lift.saturations)]
-            # Of the other slot all is there; above every block.
-            complete = Mux(slot == n, 0, c.max_blocks)
+            # Of a slot that is not being loaded all is there: above every block.
+            complete = Mux((slot == n) & (state != State.DESCRIPTOR), 0, c.max_blocks)
             m.d.comb += [
                 self.k_block[n].eq(block | complete),
                 self.v_block[n].eq(value_block | complete),

@@ -20,6 +20,8 @@ from dtp.job import (
     address_lifted,
     address_query,
     address_values,
+    descriptor_entries,
+    descriptor_error,
     job_entries,
     pack_descriptor,
     pack_job,
@@ -158,6 +160,7 @@ class Bench:
         self.trace = Trace()
         self.limit = limit
         self.dut = Loader(config)
+        self.single = False  # one job at a time
 
     def run(self) -> Trace:
         simulator = Simulator(self.dut)
@@ -272,7 +275,8 @@ class Bench:
                 answered += 1
 
             # Input.
-            if position < len(feed) and (offered or self.random.random() >= self.stall):
+            waits = self.single and position and feed[position - 1][1] and finished < started + (started == 0)
+            if position < len(feed) and not waits and (offered or self.random.random() >= self.stall):
                 word, last, first = feed[position]
                 offered = True
                 ctx.set(dut.i.valid, 1)
@@ -423,3 +427,221 @@ def test_timing_of_many_jobs(seed: int) -> None:
         packets.append(packet(config, kind, tokens, width, number, masked=choice.random() < 0.5))
     trace = Bench(config, packets, hold=0.98, seed=seed).run()
     assert_timing(config, packets, trace)
+
+
+ODD = {
+    "beats": {"input_bytes": 2},
+    "two": {"operand_bits": 16, "input_bytes": 16},
+    "flat": {"rows": 2, "lanes": 16, "output_bytes": 4, "normaliser_lanes": 1},
+    "steep": {"rows": 2, "lanes": 64, "block": 16, "max_width": 16, "output_bytes": 8, "lift_ports": 8},
+    "ranks": {
+        "max_frame_rank": 4, "metric_rank": 2, "block": 4, "lanes": 4, "max_width": 4, "rows": 4, "input_bytes": 4,
+    },
+    "short": {"max_tokens": 8, "rows": 8, "lanes": 16, "block": 8},
+}  # fmt: skip
+"""Shapes that no preset has: several beats an entry, 16 bits, fewer rows than segments, a width of R lanes, …"""
+
+
+@cache
+def odd(name: str) -> Config:
+    return preset("tiny").changed(**ODD[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ODD)
+def test_other_configurations(name: str, kind: str) -> None:
+    """Memories and cycles, two jobs of odd shape in a row."""
+    config = odd(name)
+    shapes = ((min(19, config.max_tokens), config.max_width - 1), (1, 1))
+    packets = [packet(config, kind, *shape, seed=3, masked=True) for shape in shapes]
+    assert_timing(config, packets, Bench(config, packets).run())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("stall, hold", [(0.5, 0.0), (0.9, 0.5), (0.1, 0.97)])
+def test_stalls(stall: float, hold: float, seed: int) -> None:
+    """Nothing but time depends on pauses of the source and of the walker."""
+    config = preset("tiny").changed(query_groups=4)
+    choice = random.Random(seed)
+    packets = []
+    for number, kind in enumerate(("lift", "dot", "bias", "lift", "bias", "dot")):
+        tokens, width = choice.randint(1, 30), choice.randint(1, 16)
+        packets.append(packet(config, kind, tokens, width, number, masked=choice.random() < 0.5))
+    Bench(config, packets, stall=stall, hold=hold, seed=seed).run()
+
+
+def test_every_length_and_width() -> None:
+    """All L of the first three blocks and all d, one short job after the other, with a mask every other time."""
+    config = preset("tiny")
+    packets = []
+    for tokens in range(1, 3 * config.block + 1):
+        width = 1 + tokens * 7 % config.max_width
+        packets.append(packet(config, KINDS[tokens % 3], tokens, width, tokens, masked=bool(tokens & 1)))
+    packets += [packet(config, "lift", 2, width, width) for width in range(1, config.max_width + 1)]
+    Bench(config, packets, hold=0.3, seed=1).run()
+
+
+def test_masks() -> None:
+    """Rows of the block mask come back a cycle after their address; a job without one shows all ones."""
+    config = preset("tiny")
+    packets = [packet(config, "dot", 64, 3, 1, masked=True), packet(config, "dot", 40, 3, 2)]
+    case = packets[0].case
+    assert case is not None and case.mask is not None
+    bench = Bench(config, packets)
+    dut = bench.dut
+    rows: dict[tuple[int, int], int] = {}
+
+    async def watch(ctx: Any) -> None:
+        for cycle in range(20_000):
+            slot, row = cycle & 1, cycle // 2 % config.max_blocks
+            ctx.set(dut.mask_slot, slot)
+            ctx.set(dut.mask_row_index, row)
+            valid = ctx.get(dut.job_valid) >> slot & 1
+            await ctx.tick()
+            if valid:
+                rows[slot, row] = ctx.get(dut.mask_row)
+            if len(rows) == 2 * config.max_blocks:
+                return
+        raise AssertionError("masks are not seen")
+
+    simulator = Simulator(dut)
+    simulator.add_clock(1e-8)
+    simulator.add_testbench(bench._bench)
+    simulator.add_testbench(watch)
+    simulator.run()
+    for row in range(config.max_blocks):
+        assert rows[0, row] == packed(case.mask[row].astype(int), 1)
+        assert rows[1, row] == (1 << config.max_blocks) - 1
+
+
+# ---- wrong input ---------------------------------------------------------------------------------------------------
+
+
+def refused(config: Config, changes: dict[str, int], beats: int) -> Packet:
+    """A packet of ``beats`` beats whose descriptor is wrong."""
+    good = scaled_job(config, "lift", 5, 5).descriptor()
+    data = pack_descriptor({**unpack_descriptor(good), **changes})
+    error = descriptor_error(config, data)
+    assert error.refuses
+    whole = np.frombuffer(data, np.uint8)
+    whole = np.pad(whole, (0, max(0, beats * config.input_bytes - len(whole))), constant_values=0xA5)
+    return Packet(whole.reshape(-1, config.input_bytes), None, error)
+
+
+FAULTS = {
+    "magic": {"magic": 0x4455},
+    "version": {"version": 2},
+    "flag": {"flags": 0x13},
+    "lift without bias": {"flags": 2},
+    "no tokens": {"tokens": 0, "valid_length": 0},
+    "tokens": {"tokens": 65, "valid_length": 1},
+    "high tokens": {"tokens": 0x8001, "valid_length": 1},
+    "no valid token": {"valid_length": 0},
+    "valid length": {"valid_length": 6},
+    "no width": {"width": 0},
+    "width": {"width": 17},
+    "score shift": {"score_shift": 16},
+    "lift shift": {"lift_shift": 128},
+    "bias shift": {"bias_shift": 32},
+    "all": {"magic": 0, "version": 0, "tokens": 0, "width": 0, "score_shift": 255},
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_refused_descriptor(name: str) -> None:
+    """Answered, its beats taken up to last, and the next job is as if nothing had been."""
+    config = preset("tiny")
+    packets = [
+        packet(config, "bias", 9, 9, 1),
+        refused(config, FAULTS[name], 8),
+        refused(config, FAULTS[name], 31),
+        packet(config, "lift", 9, 9, 2),
+    ]
+    Bench(config, packets, stall=0.3, hold=0.5, seed=2).run()
+
+
+@pytest.mark.parametrize("beats", [1, 3, 7, 8])
+def test_cut_descriptor(beats: int) -> None:
+    """A job that ends in its descriptor is answered alone."""
+    config = preset("tiny")
+    whole = packet(config, "lift", 9, 9, 1)
+    assert descriptor_entries(config) == 8
+    cut = Packet(whole.beats[:beats], None, ErrorCode.CUT)
+    Bench(config, [whole, cut, packet(config, "dot", 9, 9, 2)], stall=0.2, seed=beats).run()
+
+
+def zeroed(config: Config, case: Case, entries: int) -> Case:
+    """The case as it is when all bytes from an entry on are 0."""
+    beats = case.beats.copy()
+    beats[entries * config.entry_beats :] = 0
+    return operands_of(config, case.job, beats, case.seed)
+
+
+def operands_of(config: Config, job: Job, beats: np.ndarray, seed: int) -> Case:
+    """A case from the beats of a job without bias: operands are read back out of the stream."""
+    case = Case(config, job, seed)
+    probes = {}
+    for name in ("queries", "keys", "values"):
+        # Where does each number stand in the stream? Two bytes of its index find it.
+        shape = (job.tokens, job.width)
+        index = np.arange(np.prod(shape)).reshape(shape)
+        places = []
+        for digit in (index % 100, index // 100):
+            operands = {key: np.zeros(shape, np.int64) for key in ("queries", "keys", "values")}
+            operands[name] = digit + 1
+            places.append(pack_job(config, job, **operands).reshape(-1).astype(int))
+        where = (places[0] != 0) & (np.arange(len(places[0])) >= 64)
+        number = (places[1][where] - 1) * 100 + places[0][where] - 1
+        values = np.zeros(np.prod(shape), np.int64)
+        values[number] = beats.reshape(-1).view(np.int8)[where]
+        probes[name] = values.reshape(shape)
+    for name, values in probes.items():
+        setattr(case, name, values)
+    case.row_operands, case.saturations = lift_queries(config, job, case.queries, None)
+    return case
+
+
+@pytest.mark.parametrize("cut", [0.2, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("tokens, width", [(20, 9), (3, 16)])
+def test_early_last(tokens: int, width: int, cut: float) -> None:
+    """The rest of the operands is taken as 0, the fault is named, the next job is whole."""
+    config = preset("tiny")
+    whole = packet(config, "dot", tokens, width, 5)
+    assert whole.case is not None
+    taken = max(9, int(cut * len(whole.beats)))
+    assert taken < len(whole.beats) == job_entries(config, whole.case.job)
+    early = Packet(whole.beats[:taken], zeroed(config, whole.case, taken), ErrorCode.EARLY_LAST)
+    Bench(config, [early, packet(config, "lift", 9, 9, 2), early, whole], stall=0.2, hold=0.2, seed=taken).run()
+
+
+@pytest.mark.parametrize("kind", ["bias", "lift"])
+@pytest.mark.parametrize("taken", [9, 10, 12, 30, 60])
+def test_early_last_of_lift(kind: str, taken: int) -> None:
+    """A job with factor batches that is cut gets to its end, and the next one is whole."""
+    config = preset("tiny")
+    whole = packet(config, kind, 9, 9, 5, masked=True)
+    assert taken < len(whole.beats)
+    bench = Bench(config, [Packet(whole.beats[:taken], whole.case, ErrorCode.EARLY_LAST, False), whole], seed=taken)
+    check, first = bench._check, []
+
+    def late_check(name: str, words: list[tuple[int, int]]) -> None:
+        # What the cut job holds is not looked at.
+        if ("done", 0) in bench.trace.seen:
+            check(name, words)
+            first.append(name)
+
+    bench._check = late_check  # type: ignore[method-assign]
+    bench.single = True
+    bench.run()
+    assert {"moving", "query", "bias"} <= set(first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("extra", [1, 2, 40])
+def test_late_last(kind: str, extra: int) -> None:
+    """Operands are whole, beats up to last are dropped, the fault is named."""
+    config = preset("tiny")
+    good = packet(config, kind, 6, 9, 5)
+    beats = np.concatenate([good.beats, np.full((extra, config.input_bytes), 0x5A, np.uint8)])
+    late = Packet(beats, good.case, ErrorCode.LATE_LAST)
+    Bench(config, [late, good, late, good], stall=0.3, hold=0.2, seed=extra).run()
