@@ -55,6 +55,8 @@ class Flag(NamedTuple):
     meaning: str
 
 
+_PASS, _KEY = (1 << SHIFT_FIELD_BITS) - 1, (1 << KEY_SHIFT_BITS) - 1
+
 FIELDS = (
     Field("magic", 0, 2, False, f"{MAGIC:#06x}"),
     Field("version", 2, 1, False, f"{DESCRIPTOR_VERSION}"),
@@ -63,8 +65,8 @@ FIELDS = (
     Field("tokens", 6, 2, False, "L, 1 … max_tokens"),
     Field("valid_length", 8, 2, False, "tokens from here on are padding, 1 … L"),
     Field("width", 10, 2, False, "d, 1 … max_width"),
-    Field("score_shift", 12, 1, False, "right shift of the sum of a plain pass, 0 … 15"),
-    Field("lift_shift", 13, 1, False, "right shift of the sum of a lifted pass, 0 … 15"),
+    Field("score_shift", 12, 1, False, f"right shift of the sum of a plain pass, 0 … {_PASS}"),
+    Field("lift_shift", 13, 1, False, f"right shift of the sum of a lifted pass, 0 … {_PASS}"),
     Field("query_scale", 16, 2, False, "q to row operand"),
     Field("metric_scale", 18, 2, True, "Ma to row operand, added to the first R lanes"),
     Field("lift_vector_scale", 20, 2, True, "a to lifted row lane"),
@@ -73,10 +75,10 @@ FIELDS = (
     Field("bias_scale", 26, 2, True, "bias word to β"),
     Field("norm_scale", 28, 2, True, "‖k‖² to β"),
     Field("metric_norm_scale", 30, 2, True, "bᵀMb to β"),
-    Field("key_vector_shift", 32, 1, False, "right shift of Mb to a lifted key lane, 0 … 31"),
-    Field("key_outer_shift", 33, 1, False, "right shift of bbᵀ to a lifted key lane, 0 … 31"),
-    Field("key_metric_shift", 34, 1, False, "right shift of M to a lifted key lane, 0 … 31"),
-    Field("bias_shift", 35, 1, False, "right shift of the sum that makes β, 0 … 31"),
+    Field("key_vector_shift", 32, 1, False, f"right shift of Mb to a lifted key lane, 0 … {_KEY}"),
+    Field("key_outer_shift", 33, 1, False, f"right shift of bbᵀ to a lifted key lane, 0 … {_KEY}"),
+    Field("key_metric_shift", 34, 1, False, f"right shift of M to a lifted key lane, 0 … {_KEY}"),
+    Field("bias_shift", 35, 1, False, f"right shift of the sum that makes β, 0 … {_KEY}"),
 )
 """The descriptor; bytes that no field names are 0 and not looked at."""
 
