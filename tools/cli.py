@@ -470,7 +470,7 @@ def _show_demo(console: Console, result: Any) -> None:
         ("outputs compared", lambda r: str(r.outputs_compared)),
         ("RTL = golden, every bit", lambda r: _verdict(r.bit_exact)),
         ("cycles of the RTL", lambda r: "–" if r.cycles_rtl is None else str(r.cycles_rtl)),
-        ("= cycle model, every beat", lambda r: _verdict(bool(r.cycles_equal))),
+        ("= model, every beat", lambda r: _verdict(bool(r.cycles_equal))),
         ("array utilisation ¹", lambda r: _percent(r.array_utilisation)),
         ("SQNR, worst head ²", lambda r: _decibels(r.sqnr_db)),
         ("quantisation floor ³", lambda r: _decibels(r.sqnr_floor_db)),
