@@ -594,3 +594,17 @@ def test_hardware_accuracy_of_some_digits() -> None:
         measure(Config.load("ecp5-85k"), 900)
     with pytest.raises(DtpError, match="width"):
         measure(TINY, 1)
+
+
+def test_hardware_core_is_close_to_float_and_not_float() -> None:
+    torch = pytest.importorskip("torch")
+    from dtp.reference.digits import digits, load_classifier
+    from tools.hardware_accuracy import hardware_core
+
+    model = load_classifier()
+    with torch.no_grad():
+        pixels = digits().pixels[:2]
+        in_float = model(pixels)
+        in_hardware = model(pixels, hardware_core(Config.load("ecp5-85k")))
+    error = float((in_float - in_hardware).abs().max())
+    assert 1e-6 < error < 0.1 * float(in_float.abs().max())
