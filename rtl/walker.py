@@ -28,12 +28,12 @@ class Walker(wiring.Component):
     """Issues feeds and steps of the array: score passes ``lookahead`` items ahead of P·V passes, blocks in order.
 
     Three stages, each one pass: *next* (the pass descriptor), *feed* (its stationary operand goes into the shadow
-    registers, one feed a cycle) and *step* (its steps). The feeds of a pass start with the first step of the
-    pass before, so passes of at least ``block / segments`` steps follow each other without an idle cycle. A masked block
-    never becomes a pass.
+    registers, one feed a cycle) and *step* (its steps). The feeds of a pass start with the first step of the pass before,
+    so passes of at least ``block / segments`` steps follow each other without an idle cycle. A masked block never becomes
+    a pass.
 
-    Stalls: a feed waits for its queries (``q_group``, ``q_pass``) or probabilities (``done``); every ``block / segments`` steps
-    wait for their keys or values (``k_*``, ``v_*``); the last P·V pass of a group waits for ``record.ready``.
+    Stalls: a feed waits for its queries (``q_group``, ``q_pass``) or probabilities (``done``); every ``block / segments``
+    steps wait for their keys or values (``k_*``, ``v_*``); the last P·V pass of a group waits for ``record.ready``.
 
     Parameters
     ----------
@@ -281,22 +281,26 @@ class Walker(wiring.Component):
 
         with m.FSM(name="items"):
             with m.State("job"):
-                m.d.sync += [
-                    row_number.eq(0),
-                    left.eq(job.valid_length),
-                    legal.eq(Mux(job.causal, 1, within)),
-                    head.slot.eq(slot),
-                    head.chunks.eq(job.chunks),
-                    score.valid_length.eq(job.valid_length),
-                    *(score[name].eq(job[name]) for name in ("lift", "bias", "causal", "score_shift", "lift_shift")),
-                ]
-                # The head may still be the end marker of the job before. A slot that is about to be given back still
-                # says that its old job is there.
-                with m.If(free & self.job_valid.bit_select(slot, 1) & ~(ending & (ending_slot == slot))):
-                    with m.If(job.error != 0):
-                        m.next = "end"
-                    with m.Else():
-                        m.next = "row"
+                # The registers may still hold the end marker of the job before.
+                with m.If(free):
+                    m.d.sync += [
+                        row_number.eq(0),
+                        left.eq(job.valid_length),
+                        legal.eq(Mux(job.causal, 1, within)),
+                        head.slot.eq(slot),
+                        head.chunks.eq(job.chunks),
+                        score.valid_length.eq(job.valid_length),
+                        *(
+                            score[name].eq(job[name])
+                            for name in ("lift", "bias", "causal", "score_shift", "lift_shift")
+                        ),
+                    ]
+                    # A slot that is about to be given back still says that its old job is there.
+                    with m.If(self.job_valid.bit_select(slot, 1) & ~(ending & (ending_slot == slot))):
+                        with m.If(job.error != 0):
+                            m.next = "end"
+                        with m.Else():
+                            m.next = "row"
             with m.State("row"):
                 m.next = "mask"
             with m.State("mask"):

@@ -1,8 +1,8 @@
 """Cycle model of the attention tile: the cycle of every output beat, without looking at the hardware.
 
-The model follows the passes of the array in their static order (``docs/tile.md`` §2) and keeps, for each, the cycles of its
-first and last step; loader, softmax and normaliser have models of their own. Source and sink never stall. The work is a few
-additions an operation, never a cycle.
+The model follows the passes of the array in their static order (``docs/tile.md`` §2) and keeps, for each, the cycles
+of its first and last step; loader, softmax and normaliser have models of their own. Source and sink never stall. The
+work is a few additions an operation, never a cycle.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Prediction:
     beat_cycles: (beats,) cycle in which each output beat is taken
     total_cycles: from the first input beat to the last output beat, both counted
     array_busy_cycles: steps of the array
-    stalls: cycles without a step between the array's first and last one, by what the next pass waited for: ``queries``,
-        ``operands`` (keys or values), ``probabilities``, ``output`` (a free slot of the normaliser) and ``issue`` (the walk itself)
+    stalls: cycles without a step between the array's first and last one, by what the next pass waited for:
+        ``queries``, ``operands`` (keys or values), ``probabilities``, ``output`` (a free slot of the normaliser) and
+        ``issue`` (the walk itself)
     """
 
     beat_cycles: Int
@@ -96,7 +97,6 @@ class _Walk:
         self.key_free = -(1 << 30)  # softmax: the next item's first key may be read from here on
         self.starts: list[int] = []  # first steps of each run of pass_steps steps of the latest pass
         self.slot_free = -1  # the walker holds no finished job back from here on
-        self.ring = 0  # groups before the current job
         self.busy = 0
         self.stalls = dict.fromkeys(("queries", "operands", "probabilities", "output", "issue"), 0)
 
@@ -112,7 +112,7 @@ class _Walk:
         chunks, passes = job.chunks(c), job.passes(c)
         kept = kept_blocks(c, job, head.block_mask)
         pending: deque[_Item] = deque()
-        ready = max(self.generator, self.loader.job_valid(number)) + ROW_CYCLES
+        ready = max(self.generator, self.head_free, self.loader.job_valid(number)) + ROW_CYCLES
         for group, row in enumerate(kept):
             blocks = np.flatnonzero(row).tolist()
             items = [
@@ -135,7 +135,6 @@ class _Walk:
         while pending:
             self._values(number, pending.popleft(), chunks)
         self._end(number)
-        self.ring += len(kept)
 
     def _end(self, number: int) -> None:
         """The status record of a job, and its slot."""
@@ -149,23 +148,21 @@ class _Walk:
 
     def _scores(self, number: int, item: _Item, passes: int, chunks: int, visible: int) -> None:
         c = self.config
-        group = self.ring + item.group
         if item.null:
-            start = max(self.event + 1, visible, self.loader.query_group(group), self.scores_moved + 1)
+            loaded = self.loader.query_passes(number, item.group)[-1]
+            start = max(self.event + 1, visible, loaded, self.scores_moved + 1)
             self.event = self.head_free = start
             self.loader.release_query(start)
             return
         start = max(self.event + 1, visible, self.taken)
         self.event = self.head_free = start
         now = start + 1
+        sources = self.loader.query_passes(number, item.group)
+        operands = self.loader.key_passes(number, item.block)
+        fed = 0
         for index in range(passes):
-            if index < chunks:
-                source = self.loader.query_pass(group, index)
-                operands = (self.loader.key_pass(number, item.block, index),)
-            else:
-                source = self.loader.query_group(group)
-                operands = (0,)
-            fed = self._pass(now, source, operands, "queries")
+            plain = index < chunks
+            fed = self._pass(now, sources[min(index, chunks)], (operands[index] if plain else 0,), "queries")
             now = self.taken + 1
         self.scores_moved = self.moved
         if item.last:

@@ -296,3 +296,103 @@ def _plan(config: Config, tokens: int, chunks: int, bias: bool, lift: bool, mask
         value_segments=segments["v"],
         values=tables["v"],
     )
+
+
+class LoaderModel:
+    """The loader beside a walk that asks for operands in its own order and gives slots and ring places back.
+
+    Every question is about the first cycle in which the walk can act; a question whose answer hangs on a release that
+    has not been told yet cannot come up, because the walk would wait for itself.
+    """
+
+    def __init__(self, config: Config, jobs: Sequence[Job]) -> None:
+        self._config = config
+        self._tables = [_job_table(config, job) for job in jobs]
+        self._starts: list[list[int]] = [[] for _ in jobs]
+        self._clock = config.entry_beats
+        self._ring = 0
+        self._slot_releases: list[int] = []
+        self._ring_releases: list[int] = []
+
+    def release(self, cycle: int) -> None:
+        """The oldest job slot is given back."""
+        self._slot_releases.append(cycle)
+
+    def release_query(self, cycle: int) -> None:
+        """The oldest query group of the ring is given back."""
+        self._ring_releases.append(cycle)
+
+    def job_valid(self, number: int) -> int:
+        """A job's descriptor and mask."""
+        return self._start(number, 0) + self._tables[number].valid
+
+    def job_done(self, number: int) -> int:
+        """All of a job."""
+        table = self._tables[number]
+        return self._start(number, len(table.lengths) - 1) + table.done
+
+    def query_passes(self, number: int, group: int) -> list[int]:
+        """Plain passes of a query group, then the whole group."""
+        start = self._start(number, 1 + group)
+        return [start + offset for offset in self._tables[number].passes[group]]
+
+    def key_passes(self, number: int, block: int) -> list[int]:
+        """Plain passes of a key block."""
+        segment, offsets = self._tables[number].keys[block]
+        start = self._start(number, segment)
+        return [start + offset for offset in offsets]
+
+    def value_passes(self, number: int, block: int) -> list[int]:
+        """Runs of ``pass_steps`` steps of a value block."""
+        segment, offsets = self._tables[number].values[block]
+        start = self._start(number, segment)
+        return [start + offset for offset in offsets]
+
+    def _start(self, number: int, segment: int) -> int:
+        starts = self._starts[number]
+        while len(starts) <= segment:
+            place = len(starts)
+            if place == 0:
+                if number and len(self._starts[number - 1]) < len(self._tables[number - 1].lengths):
+                    self._start(number - 1, len(self._tables[number - 1].lengths) - 1)
+                clock = self._starts[number - 1][-1] + self._tables[number - 1].lengths[-1] if number else self._clock
+                if number >= 2:
+                    clock = max(clock, self._slot_releases[number - 2] + 1)
+            else:
+                clock = starts[-1] + self._tables[number].lengths[place - 1]
+                if self._ring >= self._config.query_groups:
+                    clock = max(clock, self._ring_releases[self._ring - self._config.query_groups] + 1)
+                self._ring += 1
+            starts.append(clock)
+        return starts[segment]
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A :class:`LoadPlan` as plain lists, by pass."""
+
+    lengths: list[int]
+    valid: int
+    done: int
+    passes: list[list[int]]
+    keys: list[tuple[int, list[int]]]
+    values: list[tuple[int, list[int]]]
+
+
+def _job_table(config: Config, job: Job) -> _Table:
+    job.check(config)
+    return _table(config, job.tokens, job.chunks(config), job.bias, job.lift, job.masked)
+
+
+@lru_cache(maxsize=256)
+def _table(config: Config, tokens: int, chunks: int, bias: bool, lift: bool, masked: bool) -> _Table:
+    load = _plan(config, tokens, chunks, bias, lift, masked)
+    last = slice(config.pass_steps - 1, None, config.pass_steps)
+    return _Table(
+        lengths=load.lengths.tolist(),
+        valid=load.valid,
+        done=load.done,
+        passes=np.concatenate([load.passes, load.whole[:, np.newaxis]], axis=1).tolist(),
+        keys=list(zip(load.key_segments.tolist(), load.keys[:, last].tolist(), strict=True)),
+        values=list(zip(load.value_segments.tolist(), load.values[:, last].tolist(), strict=True)),
+    )
