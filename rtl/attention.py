@@ -12,7 +12,6 @@ from dtp.job import STATUS_BYTES, ErrorCode, StatusRecord, descriptor_offset
 from rtl.array import MacArray
 from rtl.layouts import StepTag
 from rtl.lib.multiplier import Target
-from rtl.lib.streams import RegisterSlice
 from rtl.loader import Loader
 from rtl.normaliser import Normaliser, OutputLayout
 from rtl.operands import OperandMemories
@@ -49,9 +48,9 @@ class InputLayout(data.StructLayout):
 class AttentionTile(wiring.Component):
     """Attention with metric-bias scores, one head a job; the contract is ``docs/tile.md``.
 
-    Order of the output: that of the jobs. Throughput: an array step a cycle while operands are there; loading and lifting the
-    next head overlap with computing. Stalls: the input waits while both job slots or the query ring are taken, the
-    array waits when ``output_slots`` groups wait for the output.
+    Order of the output: that of the jobs. Throughput: an array step a cycle while operands are there; loading and
+    lifting the next head overlap with computing. Stalls: the input waits while both job slots or the query ring are
+    taken, the array waits when ``output_slots`` groups wait for the output.
 
     Parameters
     ----------
@@ -162,13 +161,14 @@ class AttentionTile(wiring.Component):
 class AbortGate(wiring.Component):
     """Keeps both streams lawful across an abort, and answers it.
 
-    The input is in step with ``last``: a job that an abort cut is taken and dropped up to its ``last``. The output register keeps an
-    offered beat; then follows one status record with error 255 and the tag of the newest descriptor, and only then new results.
+    The input is in step with ``last``: a job that an abort cut is taken and dropped up to its ``last``. A beat that was
+    offered stays; then follows one status record with error 255 and the tag of the newest descriptor, and only then new
+    results. An abort that comes before that record has left is answered by it.
 
     Members
     -------
     i, to_loader: the input before and behind the gate
-    from_normaliser, o: the output before and behind the gate; a beat takes one cycle
+    from_normaliser, o: the output before and behind the gate, in the same cycle
     abort: In(1); halt: Out(1), resets the units between, the cycle after ``abort`` and as long as it lasts
     """
 
@@ -225,33 +225,42 @@ class AbortGate(wiring.Component):
         with m.If(taken):
             m.d.sync += beat.eq(Mux(self.i.payload.last, 0, Mux(beat == behind, beat, beat + 1)))
 
-        # Output.
-        m.submodules.register = register = RegisterSlice(OutputLayout(c))
-        connect(m, register.o, flipped(self.o))
+        # Output: straight through, but for the beat that an abort finds offered and not taken.
+        held = Signal(OutputLayout(c), reset_less=True)
+        holding = Signal()
         answer_beats = -(-STATUS_BYTES // c.output_bytes)
         answers = Signal(range(answer_beats + 1))
-        with m.If(self.abort & ~aborted):
-            m.d.sync += answers.eq(answer_beats)
-        with m.Elif((answers != 0) & register.i.ready & ~stopped):
+        answer_tag = Signal.like(tag)
+        was_aborted = Signal()
+        m.d.sync += was_aborted.eq(aborted)
+        with m.If(aborted & ~was_aborted & (answers == 0)):
+            m.d.sync += [answers.eq(answer_beats), answer_tag.eq(tag)]
+        with m.Elif((answers != 0) & self.o.ready & ~holding):
             m.d.sync += answers.eq(answers - 1)
+        with m.If(aborted & self.from_normaliser.valid & ~self.o.ready & ~holding & (answers == 0)):
+            m.d.sync += [held.eq(self.from_normaliser.payload), holding.eq(1)]
+        with m.Elif(self.o.ready):
+            m.d.sync += holding.eq(0)
         record = StatusRecord(ErrorCode.ABORTED, 0, 0, 0, 0, 0).pack()
         words = Signal(8 * answer_beats * c.output_bytes)
         tag_place = StatusRecord.offset("tag")
         plain = int.from_bytes(record, "little")
         m.d.comb += words.eq(plain)
-        m.d.comb += words[8 * tag_place : 8 * tag_place + 16].eq(tag)
+        m.d.comb += words[8 * tag_place : 8 * tag_place + 16].eq(answer_tag)
         word = Signal(range(answer_beats + 1))
         m.d.comb += word.eq(answer_beats - answers)
-        with m.If(answers != 0):
+        with m.If(holding):
+            m.d.comb += [self.o.valid.eq(1), self.o.payload.eq(held)]
+        with m.Elif(answers != 0):
             m.d.comb += [
-                register.i.valid.eq(~stopped),
-                register.i.payload.data.eq(words.word_select(word, 8 * c.output_bytes)),
-                register.i.payload.last.eq(answers == 1),
+                self.o.valid.eq(1),
+                self.o.payload.data.eq(words.word_select(word, 8 * c.output_bytes)),
+                self.o.payload.last.eq(answers == 1),
             ]
         with m.Else():
             m.d.comb += [
-                register.i.valid.eq(self.from_normaliser.valid & ~stopped),
-                register.i.payload.eq(self.from_normaliser.payload),
-                self.from_normaliser.ready.eq(register.i.ready & ~stopped),
+                self.o.valid.eq(self.from_normaliser.valid),
+                self.o.payload.eq(self.from_normaliser.payload),
+                self.from_normaliser.ready.eq(self.o.ready),
             ]
         return m

@@ -26,7 +26,8 @@ __all__ = ["Emitted", "Top", "emit"]
 class Top(Elaboratable):
     """The tile with one clock, a synchronous reset and AXI4-Stream port names.
 
-    Ports: ``clk``, ``rst`` (active high), ``abort``, ``s_axis_tdata/tvalid/tready/tlast``, ``m_axis_tdata/tvalid/tready/tlast/tuser``.
+    Ports: ``clk``, ``rst`` (active high), ``abort``, ``s_axis_`` with ``tdata``, ``tvalid``, ``tready`` and ``tlast``,
+    ``m_axis_`` with these and ``tuser``.
     """
 
     def __init__(self, config: Config, *, target: Target = Target.GENERIC) -> None:

@@ -28,12 +28,13 @@ class Walker(wiring.Component):
     """Issues feeds and steps of the array: score passes ``lookahead`` items ahead of P·V passes, blocks in order.
 
     Three stages, each one pass: *next* (the pass descriptor), *feed* (its stationary operand goes into the shadow
-    registers, one feed a cycle) and *step* (its steps). The feeds of a pass start with the first step of the pass before,
-    so passes of at least ``block / segments`` steps follow each other without an idle cycle. A masked block never becomes
-    a pass.
+    registers, one feed a cycle) and *step* (its steps). The feeds of a pass start with the first step of the pass
+    before, so passes of at least ``block / segments`` steps follow each other without an idle cycle. A masked block
+    never becomes a pass.
 
-    Stalls: a feed waits for its queries (``q_group``, ``q_pass``) or probabilities (``done``); every ``block / segments``
-    steps wait for their keys or values (``k_*``, ``v_*``); the last P·V pass of a group waits for ``record.ready``.
+    Stalls: a feed waits for its queries (``q_group``, ``q_pass``) or probabilities (``done``); every
+    ``block / segments`` steps wait for their keys or values (``k_*``, ``v_*``); the last P·V pass of a group waits for
+    ``record.ready``.
 
     Parameters
     ----------

@@ -25,8 +25,6 @@ from sim.cycles.normaliser import NormaliserModel
 
 __all__ = ["Prediction", "predict"]
 
-GATE_CYCLES = 1
-"""The output register behind the normaliser."""
 OPERAND_READ_CYCLES = 2
 """Operand memory and register in front of the array."""
 ROW_CYCLES = 3
@@ -103,7 +101,7 @@ class _Walk:
     def run(self) -> Prediction:
         for number, head in enumerate(self.heads):
             self._job(number, head)
-        beats = self.normaliser.beats() + GATE_CYCLES
+        beats = self.normaliser.beats()
         total = int(beats[-1]) + 1 if len(beats) else 0
         return Prediction(beats, total, self.busy, self.stalls)
 
