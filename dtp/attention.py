@@ -1,7 +1,7 @@
 """Golden model of the attention tile: one head, integers in, integers out, every bit that the hardware gives.
 
-The contract is ``docs/tile.md``. All rows of a head are worked on at once, one key block after the other; a row sees the
-blocks that its group keeps, in ascending order, which is what defines the bits of the online softmax.
+The contract is ``docs/tile.md``. All rows of a head are worked on at once, one key block after the other; a row sees
+the blocks that its group keeps, in ascending order, which is what defines the bits of the online softmax.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def golden(config: Config, head: Head) -> HeadResult:
     outputs, output_saturations = normalise(sums, state.denominator, config)
     return HeadResult(
         outputs=outputs,
-        outputs_real=outputs * head.output_scale(config),
+        outputs_real=np.asarray(outputs * head.output_scale(config), dtype=np.float64),
         empty_rows=valid & (state.denominator == 0),
         score_saturations=min(score_saturations, COUNTER_LIMIT),
         lift_saturations=min(lift_saturations, COUNTER_LIMIT),

@@ -1,8 +1,8 @@
 """From the float tensors of a workload to the integers and the descriptor of each head's job.
 
-Symmetric quantisation, one scale a head and tensor. The factors of the score (κ, ν, log2 e and the scales) are folded into the
-numbers of the descriptor; where the tool chooses a scale itself, it is made a hair larger so that the 16-bit factor that
-depends on it is exact, and no scale error is left.
+Symmetric quantisation, one scale a head and tensor. The factors of the score (κ, ν, log2 e and the scales) are folded
+into the numbers of the descriptor; where the tool chooses a scale itself, it is made a hair larger so that the 16-bit
+factor that depends on it is exact, and no scale error is left.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,14 +106,8 @@ def dequantised(workload: Workload, heads: Sequence[Head]) -> Workload:
         fields["curvature"] = np.stack(
             [flat if head.bias is None else head.bias * head.curvature_scale for head in heads]
         )
-    return replace(
-        workload,
-        **{name: value.astype(np.float32) for name, value in fields.items()},
-        q_scale=None,
-        k_scale=None,
-        v_scale=None,
-        factor_scale=None,
-    )
+    changes: dict[str, Any] = {name: value.astype(np.float32) for name, value in fields.items()}
+    return replace(workload, **changes, q_scale=None, k_scale=None, v_scale=None, factor_scale=None)
 
 
 def _check_fit(config: Config, workload: Workload) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from amaranth.hdl import unsigned
-from amaranth.lib import data, enum
+from amaranth.lib import data
 
 from dtp.array import ArrayParams
 from dtp.config import SHIFT_FIELD_BITS, Config
+from dtp.normaliser import RecordKind
 
 __all__ = [
     "FeedLayout",
@@ -173,14 +174,6 @@ class StepTag(data.StructLayout):
                 "number": unsigned(_below(c.max_chunks * c.pass_steps)),
             }
         )
-
-
-class RecordKind(enum.Enum, shape=2):
-    """What the normaliser has to emit."""
-
-    DATA = 0
-    NULL = 1
-    STATUS = 2
 
 
 class RecordLayout(data.StructLayout):

@@ -11,7 +11,7 @@ import pytest
 from dtp.fixed import bits_for_magnitude, overflows, round_shift, saturate
 
 
-@pytest.mark.parametrize("shift", range(0, 20))
+@pytest.mark.parametrize("shift", range(20))
 def test_round_shift_rounds_half_up_exhaustively(shift: int) -> None:
     values = np.arange(-(1 << 11), 1 << 11)
     expected = [floor(Fraction(int(v), 1 << shift) + Fraction(1, 2)) if shift else int(v) for v in values]

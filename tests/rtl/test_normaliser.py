@@ -16,7 +16,6 @@ from dtp.config import Config
 from dtp.fixed import Int
 from dtp.job import StatusRecord
 from dtp.normaliser import NormaliserParams, RecordKind, normalise, output_bytes
-from rtl.layouts import RecordKind as HardwareKind
 from rtl.lib.multiplier import Target
 from rtl.normaliser import Normaliser
 from rtl.softmax import Softmax
@@ -313,10 +312,6 @@ def _check_cycles(config: Config, records: list[Record], run: Run) -> None:
         allowed &= not (kind == RecordKind.STATUS and status)
         assert ready == allowed, f"record.ready in cycle {cycle}, record {number}"
         run.most_outstanding = max(run.most_outstanding, data)
-
-
-def test_kinds_are_those_of_the_walker() -> None:
-    assert {kind.name: kind.value for kind in HardwareKind} == {kind.name: kind.value for kind in RecordKind}
 
 
 @pytest.mark.parametrize("seed", [1, 2])
