@@ -94,16 +94,17 @@ class Init(enum.IntEnum):
     LOW_BYTE = 6  # undoes the −128 of a bias's low byte
     ONE = 7
     BYTE = 8  # 256
-    QUERY_SCALE = 9
-    METRIC_SCALE = 10
-    LIFT_VECTOR_SCALE = 11
-    LIFT_METRIC_SCALE = 12
-    LIFT_METRIC_SCALE_TWICE = 13
-    LIFT_OUTER_SCALE = 14
-    LIFT_OUTER_SCALE_TWICE = 15
-    BIAS_SCALE = 16
-    NORM_SCALE = 17
-    METRIC_NORM_SCALE = 18
+    # With the job's scales 16 is set, with doubled ones 8, below stands the number of the scale.
+    QUERY_SCALE = 16
+    METRIC_SCALE = 17
+    LIFT_VECTOR_SCALE = 18
+    LIFT_METRIC_SCALE = 19
+    LIFT_OUTER_SCALE = 20
+    BIAS_SCALE = 21
+    NORM_SCALE = 22
+    METRIC_NORM_SCALE = 23
+    LIFT_METRIC_SCALE_TWICE = 27
+    LIFT_OUTER_SCALE_TWICE = 28
 
     @property
     def job_field(self) -> str | None:

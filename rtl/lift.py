@@ -24,6 +24,7 @@ from dtp.lift import (
     Loop,
     Shift,
 )
+from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import MultiplexedAdder, Multiplier, Target
 from rtl.operands import WriteLayout
 
@@ -227,27 +228,23 @@ class Lift(wiring.Component):
         accumulators: list[Signal] = []
         assert READ_CYCLE + 1 + MULTIPLIER_CYCLES == RESULT_CYCLES - 1  # memory, multiplier, then the sum
         for segment in range(c.segments):
-            memory = Memory(
-                shape=unsigned(c.rows * REGISTER_BITS),
-                depth=1 << p.register_bits,
-                init=[],
-                attrs={"ram_style": "block", "no_rw_check": 1},
-            )
-            m.submodules[f"registers_{segment}"] = memory
-            write, port_a, port_b = memory.write_port(), memory.read_port(), memory.read_port()
+            shape = unsigned(c.rows * REGISTER_BITS)
+            copies = [BlockMemory(m, f"registers_{segment}_{n}", shape, 1 << p.register_bits) for n in "ab"]
             enable = result.valid & result["write"].any()
             if c.segments > 1:
                 enable &= result["segments"][segment]
-            m.d.comb += [
-                write.addr.eq(Mux(take, taking["dst"], result["dst"])),
-                write.en.eq(take | enable),
-                port_a.addr.eq(now[READ_CYCLE]["a"]),
-                port_b.addr.eq(now[READ_CYCLE]["b"]),
-            ]
+            data = Signal(shape, name=f"result_{segment}")
+            for memory, factor in zip(copies, "ab", strict=True):
+                m.d.comb += [
+                    memory.write.addr.eq(Mux(take, taking["dst"], result["dst"])),
+                    memory.write.data.eq(data),
+                    memory.write.en.eq(take | enable),
+                    memory.address.eq(now[READ_CYCLE][factor]),
+                ]
             for row in range(c.rows):
                 lane = segment * c.rows + row
                 low = row * REGISTER_BITS
-                factors = [port.data[low : low + REGISTER_BITS].as_signed() for port in (port_a, port_b)]
+                factors = [memory.data[low : low + REGISTER_BITS].as_signed() for memory in copies]
                 multiplier = Multiplier(REGISTER_BITS, REGISTER_BITS, target=self._target)
                 adder = MultiplexedAdder(bits, target=self._target)
                 m.submodules[f"multiplier_{lane}"] = multiplier
@@ -270,7 +267,7 @@ class Lift(wiring.Component):
                 m.d.comb += value.eq(
                     Mux(source[1], Mux(source[0], norm, vector), Mux(source[0], metric, word))
                 )
-                m.d.comb += write.data[low : low + REGISTER_BITS].eq(value)
+                m.d.comb += data[low : low + REGISTER_BITS].eq(value)
                 accumulators.append(accumulator)
         return accumulators
 
@@ -278,26 +275,19 @@ class Lift(wiring.Component):
         """What accumulators start from: a scale chosen two cycles before the sum, the rest the cycle before."""
         p = self.params
         early, late = now[RESULT_CYCLES - 3]["init"], now[RESULT_CYCLES - 2]["init"]
+        scales = Array(self.scales[c.job_field] for c in sorted(Init) if c.job_field is not None and not c.twice)
         scale = Signal(signed(SCALE_BITS + 1), reset_less=True)
+        m.d.sync += scale.eq(scales[early[:3]])
         constant = Signal(signed(p.accumulator_bits))
-        twice = Signal()
-        with m.Switch(early):
-            for choice in Init:
-                if choice.job_field is not None:
-                    with m.Case(choice):
-                        m.d.sync += scale.eq(self.scales[choice.job_field])
-            with m.Default():
-                m.d.sync += scale.eq(0)
         with m.Switch(late):
             for choice in Init:
-                with m.Case(choice):
-                    if choice.job_field is None:
+                if choice.job_field is None:
+                    with m.Case(choice):
                         m.d.comb += constant.eq(p.init_value(choice))
-                    else:
-                        m.d.comb += twice.eq(int(choice.twice))
+        is_scale, twice = late[4], late[3]
+        factor = Mux(twice, scale << 1, scale)
         init = Signal(signed(p.accumulator_bits), reset_less=True)
-        shift = p.metric_register_shift
-        m.d.sync += init.eq((Mux(twice, scale << 1, scale) << shift) | constant)
+        m.d.sync += init.eq((Mux(is_scale, factor, 0) << p.metric_register_shift) | constant)
         return init
 
     # ---- results ---------------------------------------------------------------------------------------------
@@ -312,11 +302,12 @@ class Lift(wiring.Component):
         for lane, accumulator in enumerate(accumulators):
             segment, row = divmod(lane, c.rows)
             # One table a bit: the two values, and a code that also forces 0 or 1.
-            plain, lifted = accumulator >> p.query_shift, accumulator >> p.lifted_shift
+            plain, lifted = (accumulator.shift_right(n) for n in (p.query_shift, p.lifted_shift))
             over, sign = Signal(name=f"over_{lane}"), accumulator[-1]
+            between = plain[: len(plain) - len(lifted) + c.row_bits]  # what is beyond only a plain lane
             code = Signal(2, name=f"code_{lane}")
             m.d.comb += [
-                over.eq(_overflows(lifted, c.row_bits) | (~is_lifted & _overflows(plain, c.row_bits))),
+                over.eq(_overflows(lifted, c.row_bits) | (~is_lifted & _overflows(between, c.row_bits))),
                 code.eq(Cat(Mux(over, ~sign, is_lifted), over)),
             ]
             bits = [Mux(code[1], code[0], Mux(code[0], lifted[n], plain[n])) for n in range(c.row_bits - 1)]
@@ -402,7 +393,7 @@ class Lift(wiring.Component):
                 # What does not fit one bit more than a bias does not fit a bias after rounding either.
                 m.d.sync += [
                     rounded.eq(last[1 : BIAS_BITS + 2].as_signed() + last[0]),
-                    beyond.eq(_overflows(last >> 1, BIAS_BITS + 1)),
+                    beyond.eq(_overflows(last.shift_right(1), BIAS_BITS + 1)),
                 ]
                 m.d.sync += negative.eq(last[-1])
                 shifted.append((rounded, beyond, negative))
@@ -525,11 +516,13 @@ def _bits(depth: int) -> int:
 
 
 def _overflows(value: Value, bits: int) -> Value:
-    """Whether a signed value is beyond ``bits`` bits."""
+    """Whether a signed value is beyond ``bits`` bits: whether the upper ones differ, by threes and their neighbour."""
+    upper = value[bits - 1 :]
     if len(value) <= bits:
         return Const(0, 1)
-    upper = value[bits - 1 :]
-    return ~(upper.all() | ~upper.any())
+    return Cat(
+        ~(upper[n : n + 4].all() | ~upper[n : n + 4].any()) for n in range(0, max(1, len(upper) - 1), 3)
+    ).any()
 
 
 def _saturated(value: Value, bits: int, over: Value, negative: Value) -> Value:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value, signed, unsigned
 from amaranth.lib import data, enum, stream, wiring
-from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from dtp.config import BIAS_BITS, Config
@@ -23,6 +22,7 @@ from dtp.job import (
 )
 from dtp.lift import DRAIN_CYCLES
 from rtl.layouts import JobLayout
+from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Target
 from rtl.lift import COUNT_BITS, Lift, ScaleLayout, ShiftLayout
 from rtl.operands import WriteLayout
@@ -211,6 +211,13 @@ class Loader(wiring.Component):
             coming = block + (state == State.KEY)
             has_batch = has_batch & (coming[: _bits(batch_blocks)] == 0)
 
+        # Rows of the block mask: out of a word, where a word holds one.
+        row_bits = 8 * c.mask_row_bytes
+        entry_rows, word_rows = 8 * c.entry_bytes // row_bits, c.lift_tokens * c.operand_bits // row_bits
+        mask_row = entry.word_select(mask_number[: _bits(entry_rows)], row_bits)
+        if word_rows:
+            mask_row = lift.word.word_select(mask_number[: _bits(word_rows)], row_bits)
+
         # Ring of queries.
         free = Signal(range(c.query_groups + 1), init=c.query_groups)
         claim = Signal()
@@ -262,13 +269,14 @@ class Loader(wiring.Component):
                 with m.If((error != 0) | ~flag["masked"]):
                     m.d.sync += self.job_valid.bit_select(slot, 1).eq(1)
             with m.Case(State.MASK):
-                entry_rows = c.entry_bytes // c.mask_row_bytes
                 mask_last = mask_number + 1 == blocks
                 entry_end = (mask_number & (entry_rows - 1)) == entry_rows - 1
                 m.d.comb += consume.eq(entry_valid & (mask_last | entry_end))
                 m.d.sync += number.eq(0)
                 with m.If(entry_valid):
                     m.d.sync += mask_number.eq(mask_number + 1)
+                    if word_rows:
+                        m.d.sync += word.eq(Mux(consume, 0, (mask_number + 1) >> _bits(word_rows)))
                     with m.If(mask_last):
                         m.d.sync += [*first_section, self.job_valid.bit_select(slot, 1).eq(1)]
             with m.Case(State.QUERY):
@@ -376,7 +384,7 @@ class Loader(wiring.Component):
             ]
         self._query_writes(m, lift, chunks_less_1, flag["lift"])
         writes_mask = (state == State.MASK) & entry_valid
-        self._masks(m, writes_mask, Cat(mask_number, slot), entry, begins & flag["masked"], begins, slot)
+        self._masks(m, writes_mask, Cat(mask_number, slot), mask_row, begins & flag["masked"], begins, slot)
 
         # Keys and values.
         in_values = state == State.VALUE
@@ -412,7 +420,7 @@ class Loader(wiring.Component):
             valid.eq(full | filling),
         ]
         with m.If(consume):
-            m.d.sync += [full.eq(0), last.eq(0), short.eq(0), entry.eq(0)]
+            m.d.sync += [full.eq(0), last.eq(0), short.eq(0)]
         with m.If(self.i.valid & self.i.ready):
             m.d.sync += [
                 full.eq(beat.last | (place == beats - 1)),
@@ -424,6 +432,8 @@ class Loader(wiring.Component):
                 part = entry[n * bits : (n + 1) * bits]
                 with m.If(place == n):
                     m.d.sync += part.eq(beat.data)
+        with m.If(consume & last):
+            m.d.sync += entry.eq(0)
         return entry, valid, last, short
 
     def _fields(self, m: Module, state: Signal, place: Signal, entry: Signal) -> dict[str, Value]:
@@ -541,26 +551,22 @@ class Loader(wiring.Component):
                     m.d.sync += number.eq(number + 1)
 
     def _masks(
-        self, m: Module, write: Value, address: Value, entry: Signal, masked: Value, begins: Value, slot: Signal
+        self, m: Module, write: Value, address: Value, row: Value, masked: Value, begins: Value, slot: Signal
     ) -> None:
         """Block masks of both slots."""
         c = self.config
-        attributes = {"no_rw_check": 1}
-        memory = Memory(shape=unsigned(c.max_blocks), depth=2 * c.max_blocks, init=[], attrs=attributes)
-        m.submodules.masks = memory
-        port, read = memory.write_port(), memory.read_port()
+        memory = BlockMemory(m, "masks", unsigned(c.max_blocks), 2 * c.max_blocks)
         is_masked = Signal(2)
         whole = Signal()
         with m.If(begins):
             m.d.sync += is_masked.bit_select(slot, 1).eq(masked)
         m.d.sync += whole.eq(~is_masked.bit_select(self.mask_slot, 1))
-        rows = c.entry_bytes // c.mask_row_bytes
         m.d.comb += [
-            port.en.eq(write),
-            port.addr.eq(address),
-            port.data.eq(entry.word_select(address[: _bits(rows)], 8 * c.mask_row_bytes)),
-            read.addr.eq(Cat(self.mask_row_index, self.mask_slot)),
-            self.mask_row.eq(read.data | whole.replicate(c.max_blocks)),
+            memory.write.en.eq(write),
+            memory.write.addr.eq(address),
+            memory.write.data.eq(row),
+            memory.address.eq(Cat(self.mask_row_index, self.mask_slot)),
+            self.mask_row.eq(memory.data | whole.replicate(c.max_blocks)),
         ]
 
 
