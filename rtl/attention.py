@@ -83,7 +83,7 @@ class AttentionTile(wiring.Component):
         units = {
             "loader": (loader := Loader(c, target=self.target)),
             "walker": (walker := Walker(c, params)),
-            "operands": (operands := OperandMemories(c, params)),
+            "operands": (operands := OperandMemories(c, params, target=self.target)),
             "array": (array := MacArray(params, target=self.target)),
             "softmax": (softmax := Softmax(c)),
             "normaliser": (normaliser := Normaliser(c, target=self.target)),

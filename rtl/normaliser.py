@@ -11,6 +11,7 @@ from dtp.config import MANTISSA_BITS, REGISTER_BITS, TABLE_BITS, Config
 from dtp.job import STATUS_BYTES, STATUS_MAGIC, VERSION
 from dtp.normaliser import COUNT_BITS, RECIPROCAL, NormaliserParams
 from rtl.layouts import RecordKind, RecordLayout
+from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import MultiplexedAdder, Multiplier, Target
 from rtl.lib.streams import StreamQueue
 
@@ -286,7 +287,7 @@ class Normaliser(wiring.Component):
         bits = p.lanes * c.accumulator_bits
         read: list[Value] = []
         for bank in range(p.step_words):
-            memory = _BlockMemory(m, f"sums_{bank}", bits, depth if p.step_words == 1 else 2 * depth)
+            memory = BlockMemory(m, f"sums_{bank}", bits, depth if p.step_words == 1 else 2 * depth)
             address = Cat(entry[:entry_bits], slot)
             m.d.comb += [
                 memory.write.en.eq(self.i_valid),
@@ -324,7 +325,7 @@ class Normaliser(wiring.Component):
             content = [convert.factors[bank % p.reciprocal_rows], convert.amounts[bank % p.reciprocal_rows]]
             if bank == 0:
                 content.append(counted)
-            memory = _BlockMemory(m, f"reciprocals_{bank}", len(Cat(content)), depth)
+            memory = BlockMemory(m, f"reciprocals_{bank}", len(Cat(content)), depth)
             # Low and high bits of the number of the first row converted now: bank and word.
             base = Cat(Const(0, _bits(p.reciprocal_rows)), convert.index)[: _bits(c.rows)]
             unused = ~is_data | (part != bank // word_rows)
@@ -500,24 +501,6 @@ class _Converter(wiring.Component):
             m.d.sync += [self.index.eq(self.index + 1), empty.eq(self.empty)]
         m.d.sync += self.group.eq(self.group + self.done)
         return m
-
-
-class _BlockMemory:
-    """Block memory with one write port and a read a cycle: ``data`` is what ``address`` held a cycle ago.
-
-    A word that is written and read in the same cycle is never used, so that no logic need compare the
-    addresses; tools take that promise for a read without a clock, whose register they then draw into the
-    memory.
-    """
-
-    def __init__(self, m: Module, name: str, bits: int, depth: int) -> None:
-        memory = Memory(shape=bits, depth=depth, init=[], attrs={"ram_style": "block", "no_rw_check": 1})
-        m.submodules[name] = memory
-        self.write = memory.write_port()
-        read = memory.read_port(domain="comb")
-        self.address = read.addr
-        self.data = Signal(bits, name=f"{name}_data", reset_less=True)
-        m.d.sync += self.data.eq(read.data)
 
 
 class _Count:

@@ -11,6 +11,7 @@ from dtp.config import BIAS_BITS, Config
 from rtl.array import StepLayout
 from rtl.layouts import FeedLayout, StepControlLayout, StepTag
 from rtl.lib.memory import BlockMemory
+from rtl.lib.multiplier import Target
 
 __all__ = ["READ_CYCLES", "OperandMemories", "WriteLayout"]
 
@@ -41,6 +42,7 @@ class OperandMemories(wiring.Component):
     ----------
     config: the processor
     array: parameters of the array that is fed
+    target: what the memories are for
 
     Members
     -------
@@ -53,8 +55,9 @@ class OperandMemories(wiring.Component):
     feed_valid, feed_data, step_valid, array_step, array_rescale: Out, ports of the array
     """
 
-    def __init__(self, config: Config, array: ArrayParams) -> None:
+    def __init__(self, config: Config, array: ArrayParams, *, target: Target = Target.GENERIC) -> None:
         self.config = config
+        self._target = target
         self.array = array
         c = config
         self.moving_depth = 4 * c.max_chunks * c.max_tokens // c.segments
@@ -190,7 +193,7 @@ class OperandMemories(wiring.Component):
         enables = len(write.en)
         # One enable a lane, repeated for every segment.
         lane = None if enables == 1 else width // (enables * self.config.segments)
-        memory = BlockMemory(m, name, unsigned(width), depth, granularity=lane)
+        memory = BlockMemory(m, name, width, depth, granularity=lane, target=self._target)
         m.d.comb += [
             memory.write.en.eq(write.en if lane is None else write.en.replicate(self.config.segments)),
             memory.write.addr.eq(write.addr),
