@@ -48,6 +48,7 @@ class ArrayParams:
     init_bits: bits of an initial value, signed
     shift_max: largest right shift of a sum; the port takes every amount that its bits can say
     tag_bits: bits carried unchanged from a step to its output
+    product_registers: registers between a multiplier and the adder tree, for the way between them on a large chip
 
     Raises
     ------
@@ -65,6 +66,7 @@ class ArrayParams:
     init_bits: int = 24
     shift_max: int = 7
     tag_bits: int = 8
+    product_registers: int = 0
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -79,6 +81,7 @@ class ArrayParams:
             ("acc_depth", 2, 4096),
             ("shift_max", 1, 15),
             ("tag_bits", 1, 64),
+            ("product_registers", 0, 2),
         ):
             if not low <= getattr(self, name) <= high:
                 raise must(owner, name, f"from {low} to {high}", getattr(self, name))
@@ -143,8 +146,8 @@ class ArrayParams:
 
     @property
     def product_cycle(self) -> int:
-        """Products."""
-        return self.operand_cycle + MULTIPLIER_CYCLES
+        """Products, at the adder tree."""
+        return self.operand_cycle + MULTIPLIER_CYCLES + self.product_registers
 
     @property
     def sum_cycle(self) -> int:

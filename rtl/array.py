@@ -145,7 +145,8 @@ class MacArray(wiring.Component):
                         multiplier.a_enable.eq(swap),
                         multiplier.b.eq(lanes[lane * p.moving_bits :][: p.moving_bits].as_signed()),
                     ]
-                    products.append(multiplier.o)
+                    lane_name = f"product_{row}_{segment}_{lane}"
+                    products.append(_Line(m, lane_name, multiplier.o, p.product_registers)[p.product_registers])
                 name = f"{row}_{segment}"
                 total = _tree(m, name, products)
                 term = self._term(m, name, total, told.shift)

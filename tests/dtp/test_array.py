@@ -40,6 +40,7 @@ WIDE = ArrayParams(rows=16, segments=4, block=16, acc_depth=20)
         ({"acc_depth": 1}, "ArrayParams.acc_depth must be from 2 to 4096, not 1"),
         ({"shift_max": 0}, "ArrayParams.shift_max must be from 1 to 15, not 0"),
         ({"tag_bits": 65}, "ArrayParams.tag_bits must be from 1 to 64, not 65"),
+        ({"product_registers": 3}, "ArrayParams.product_registers must be from 0 to 2, not 3"),
     ],
 )
 def test_illegal_parameters_name_field_rule_and_value(change: dict[str, object], message: str) -> None:

@@ -37,6 +37,7 @@ PARAMS = {
         acc_depth=9,
         init_bits=17,
         shift_max=15,
+        product_registers=2,
     ),
 }
 
