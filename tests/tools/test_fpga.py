@@ -284,7 +284,26 @@ def test_best_seed_is_reported_and_none_is_hidden(routed: FpgaReport) -> None:
     assert routed.seed == best.seed
     assert routed.router == Router.ROUTER1
     assert routed.target_mhz == 400.0
+    assert all(run.placed_mhz and run.fmax_mhz for run in routed.seed_runs)
     assert 0.0 < sum(run.wall_s for run in routed.seed_runs) <= routed.wall_s + 0.2
+
+
+def test_router_for_large_designs_meets_most_of_what_the_placement_promises() -> None:
+    stages: list[Stage] = []
+    report = fpga.place_and_route(
+        Slow(),
+        name="slow",
+        router=Router.ROUTER2,
+        progress=lambda stage, _: stages.append(stage),
+        timeout_s=120,
+    )
+    assert report.router == "router2"
+    assert [stage for stage in Stage if stage in stages] == list(Stage)
+    assert stages[-1] is Stage.ROUTE
+    (run,) = report.seed_runs
+    assert run.placed_mhz is not None
+    assert run.fmax_mhz is not None
+    assert run.fmax_mhz >= 0.8 * run.placed_mhz
 
 
 def test_critical_path_names_the_slow_unit_and_its_source(routed: FpgaReport) -> None:
