@@ -13,7 +13,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -155,17 +154,24 @@ def output_order_table() -> str:
     return _table([*head, "beats of a status record", "beats of a head, L = 128, d = 64"], rows)
 
 
-@cache
-def _manifests() -> tuple[dict[str, object], ...]:
-    from rtl.emit import Top, manifest
-    from rtl.lib.multiplier import Target
+def latencies(config: Config) -> dict[str, object]:
+    """Latencies in cycles, as in the manifest of a generated design."""
+    from dtp.normaliser import NormaliserParams
+    from dtp.softmax import SoftmaxParams
+    from rtl.attention import array_params
+    from rtl.operands import READ_CYCLES
 
-    return tuple(manifest(config, Top(config), Target.GENERIC) for config in configurations())
+    return {
+        "operand_read_cycles": READ_CYCLES,
+        "array_cycles": array_params(config).latency,
+        "softmax": SoftmaxParams(config).latencies,
+        "normaliser": NormaliserParams(config).latencies,
+    }
 
 
 def latencies_table() -> str:
-    """Latencies of the units in cycles, as in the manifest of a generated design."""
-    columns = [dict(_flat(manifest["latencies"])) for manifest in _manifests()]
+    """Latencies of the units in cycles."""
+    columns = [dict(_flat(latencies(config))) for config in configurations()]
     rows = [[f"`{name}`", *(column[name] for column in columns)] for name in columns[0]]
     return _table(["latency, cycles", *(f"`{name}`" for name in PRESETS)], rows)
 
@@ -176,12 +182,30 @@ def _flat(value: object, prefix: str = "") -> list[tuple[str, object]]:
     return [entry for key, item in value.items() for entry in _flat(item, f"{prefix}.{key}" if prefix else key)]
 
 
+def ports(config: Config) -> list[tuple[str, str, int]]:
+    """Name, direction and bits of each port of the emitted module ``top``."""
+    return [
+        ("clk", "input", 1),
+        ("rst", "input", 1),
+        ("abort", "input", 1),
+        ("s_axis_tdata", "input", 8 * config.input_bytes),
+        ("s_axis_tvalid", "input", 1),
+        ("s_axis_tready", "output", 1),
+        ("s_axis_tlast", "input", 1),
+        ("m_axis_tdata", "output", 8 * config.output_bytes),
+        ("m_axis_tvalid", "output", 1),
+        ("m_axis_tready", "input", 1),
+        ("m_axis_tlast", "output", 1),
+        ("m_axis_tuser", "output", config.rows),
+    ]
+
+
 def ports_table() -> str:
-    """Ports of the emitted module ``top``."""
-    columns = [{port["name"]: port for port in manifest["ports"]} for manifest in _manifests()]  # type: ignore[attr-defined]
+    """Ports of the presets."""
+    columns = [ports(config) for config in configurations()]
     rows = [
-        [f"`{name}`", port["direction"], *(column[name]["bits"] for column in columns)]
-        for name, port in columns[0].items()
+        [f"`{name}`", direction, *(column[number][2] for column in columns)]
+        for number, (name, direction, _) in enumerate(columns[0])
     ]
     return _table(["port", "direction", *(f"bits, `{name}`" for name in PRESETS)], rows)
 

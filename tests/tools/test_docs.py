@@ -15,6 +15,7 @@ from dtp.errors import DtpError
 from dtp.job import ErrorCode, StatusRecord
 from tools import cli, docs
 from tools.picture import tile_svg
+from tools.verbs import emitted
 
 README = (docs.ROOT / "README.md").read_text(encoding="utf-8")
 # Verbs that take minutes, or need packages that the tests do not have: their lines are only parsed.
@@ -70,6 +71,13 @@ def test_output_order_is_that_of_the_contract() -> None:
             first, last = (int(edge) for edge in columns[beat * per_beat : (beat + 1) * per_beat][[0, -1]])
             wanted = f"column {first}" if first == last else f"columns {first}–{last}"
             assert f"| queries 0–{config.rows - 1}, {wanted} |" in line
+
+
+def test_ports_and_latencies_are_those_of_the_generated_design() -> None:
+    config = Config.load("tiny")
+    manifest = emitted(config).manifest
+    assert docs.ports(config) == [(port["name"], port["direction"], port["bits"]) for port in manifest["ports"]]
+    assert docs.latencies(config) == manifest["latencies"]
 
 
 def test_a_table_of_a_docstring_is_read() -> None:
