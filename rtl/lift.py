@@ -64,6 +64,7 @@ class Lift(wiring.Component):
     Members
     -------
     start, entry: In, begin the program at ``entry`` of the program memory; ends the one that runs
+        (no word is offered in the cycle of ``start``)
     descriptor: In(1), a descriptor has been taken, its scales are valid ``RESULT_CYCLES − 3`` cycles later
     scales, shifts: In, of the job
     count: In, words of a program's loop, when it starts
@@ -135,6 +136,7 @@ class Lift(wiring.Component):
         fetched_valid = Signal()
         word = Signal(width, init=words[0])
         valid = Signal(init=1)
+        self._present = valid
         finish = Signal()
         stop = Signal()
         advance = ~valid | finish
@@ -180,7 +182,7 @@ class Lift(wiring.Component):
                     m.d.comb += go.eq(has_word)
                 with m.Case(Loop.DESCRIPTOR):
                     m.d.comb += [go.eq(self.descriptor), finish.eq(self.descriptor)]
-        m.d.comb += issue.eq(valid & go & ~self.start)
+        m.d.comb += issue.eq(valid & go)
         with m.If(valid & part["wait"] & ~finish):
             m.d.sync += waited.eq(waited + 1)
         with m.Else():
@@ -222,7 +224,9 @@ class Lift(wiring.Component):
         adding = now[RESULT_CYCLES - 1]
         result = now[RESULT_CYCLES]
         taking = now[0]
-        take = taking["take"] & taking.valid
+        # Known before the word is there: where an instruction waits for a word, no result comes any more.
+        take = Signal()
+        m.d.comb += take.eq(taking["take"] & self._present)
         source = Signal(2)  # of what is written: a word, or a result by its shift
         m.d.comb += source.eq(Mux(take, 0, result["write"]))
         accumulators: list[Signal] = []
@@ -238,7 +242,7 @@ class Lift(wiring.Component):
                 m.d.comb += [
                     memory.write.addr.eq(Mux(take, taking["dst"], result["dst"])),
                     memory.write.data.eq(data),
-                    memory.write.en.eq(take | enable),
+                    memory.write.en.eq((taking["take"] & taking.valid) | enable),
                     memory.address.eq(now[READ_CYCLE][factor]),
                 ]
             for row in range(c.rows):

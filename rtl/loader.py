@@ -176,8 +176,19 @@ class Loader(wiring.Component):
         steps = _bits(c.pass_steps)
         last_key = _ones_below(steps, chunks_less_1)
         last_query = _ones_below(_bits(c.rows), chunks_less_1) >> _bits(c.segments)
+        keys_or_values = (state == State.KEY) | (state == State.VALUE)
+        counted = consume & (keys_or_values | ((state == State.QUERY) & ~factors))
         number_last = Signal()
-        m.d.comb += number_last.eq(number == Mux(state == State.QUERY, last_query, last_key))
+        reached: list[Signal] = []
+        for name, last in (("key", last_key), ("query", last_query)):
+            # Whether the next number is the last is known before it comes.
+            flag_last = Signal(name=f"last_{name}")
+            following_last = Mux(number_last, last == 0, number + 1 == last)
+            m.d.sync += flag_last.eq(Mux(counted, following_last, number == last))
+            reached.append(flag_last)
+        m.d.comb += number_last.eq(Mux(state == State.QUERY, reached[1], reached[0]))
+        with m.If(counted):
+            m.d.sync += number.eq(Mux(number_last, 0, number + 1))
         # Whether an entry is the job's last has to be known when it is taken.
         ready = entry_valid & (~number_last | following_valid)
 
@@ -230,9 +241,6 @@ class Loader(wiring.Component):
         late = Signal()
         drain = Signal(range(DRAIN_CYCLES))
         first_section = [state.eq(State.QUERY), factors.eq(flag["lift"])]
-        with m.If(consume):
-            m.d.sync += number.eq(Mux(number_last, 0, number + 1))
-
         with m.Switch(state):
             with m.Case(State.DESCRIPTOR):
                 arrives = entry_valid & ~used[1]
@@ -252,7 +260,6 @@ class Loader(wiring.Component):
                 m.d.sync += [
                     fault.eq(error),
                     cut.eq(0),
-                    number.eq(0),
                     block.eq(0),
                     value_block.eq(0),
                     mask_number.eq(0),
@@ -272,7 +279,6 @@ class Loader(wiring.Component):
                 mask_last = mask_number + 1 == blocks
                 entry_end = (mask_number & (entry_rows - 1)) == entry_rows - 1
                 m.d.comb += consume.eq(entry_valid & (mask_last | entry_end))
-                m.d.sync += number.eq(0)
                 with m.If(entry_valid):
                     m.d.sync += mask_number.eq(mask_number + 1)
                     if word_rows:
@@ -284,14 +290,14 @@ class Loader(wiring.Component):
                     lift.start.eq(claim & ~plain),
                     lift.entry.eq(Mux(flag["lift"], program["lift_queries"], program["queries"])),
                     lift.count.eq(query_words - lift.params.query_words),
-                    lift.word_valid.eq((claimed | claim) & Mux(factors, entry_valid, ready)),
+                    lift.word_valid.eq(claimed & Mux(factors, entry_valid, ready)),
                     consume.eq(word_end),
                     section_end.eq(Mux(flag["lift"], claimed & lift.done, word_end & number_last)),
                 ]
                 with m.If(claim):
                     m.d.sync += [claimed.eq(1), lift_busy.eq(flag["lift"]), plain.eq(~flag["lift"])]
                 with m.If(factors & word_end):
-                    m.d.sync += [number.eq(0), factors.eq(~lift.flush)]
+                    m.d.sync += factors.eq(~lift.flush)
                 with m.If(section_end):
                     m.d.sync += claimed.eq(0)
             with m.Case(State.BATCH):
@@ -299,10 +305,10 @@ class Loader(wiring.Component):
                     lift.start.eq(~claimed),
                     lift.entry.eq(Mux(flag["lift"], program["lift_keys"], program["keys"])),
                     lift.count.eq(key_words - Mux(flag["lift"], lift.params.rank, 0)),
-                    lift.word_valid.eq(entry_valid),
+                    lift.word_valid.eq(claimed & entry_valid),
                     consume.eq(word_end),
                 ]
-                m.d.sync += [claimed.eq(1), plain.eq(0), number.eq(0)]
+                m.d.sync += [claimed.eq(1), plain.eq(0)]
                 with m.If(lift.done):
                     m.d.sync += [claimed.eq(0), batch.eq(batch + 1)]
                     with m.If((batch & (batches - 1)) == batches - 1):
@@ -348,7 +354,6 @@ class Loader(wiring.Component):
                     m.d.sync += state.eq(State.DRAIN)
 
         # The job's last entry comes with last, no other does.
-        keys_or_values = (state == State.KEY) | (state == State.VALUE)
         ends = (keys_or_values | ((state == State.QUERY) & ~factors)) & number_last & (following == Section.END)
         with m.If(consume & ~filling & (state != State.DISCARD)):
             with m.If(entry_last & (~ends | entry_short)):

@@ -31,8 +31,10 @@ OPERAND_CYCLES = 1
 """From the cycle in which an entry of keys or values is taken until it can be read."""
 CHECK_CYCLES = 2
 """From the last entry of a descriptor to the first of what follows."""
-SCALE_CYCLES = RESULT_CYCLES + 1
-"""From the last entry of a descriptor to the first word that can be scaled."""
+SCALE_CYCLES = RESULT_CYCLES
+"""From the last entry of a descriptor to the claim of a group whose first word can be scaled."""
+CLAIM_CYCLES = 1
+"""From the start of a group to its first word, when the program of plain queries runs already."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def _group(config: Config, chunks: int, lift: bool, plain: bool) -> tuple[list[i
         code = params.programs["lift_queries"].code
         after, emits = _execute(code, count - params.query_words, START_CYCLES, source)
         return emits, after - 1, source.ready
-    now, emits = 0 if plain else START_CYCLES, []
+    now, emits = CLAIM_CYCLES if plain else START_CYCLES, []
     for word in range(count):
         now = source.take_word(now, last=word == count - 1)
         emits.append(now)
