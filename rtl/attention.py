@@ -85,7 +85,7 @@ class AttentionTile(wiring.Component):
             "walker": (walker := Walker(c, params)),
             "operands": (operands := OperandMemories(c, params, target=self.target)),
             "array": (array := MacArray(params, target=self.target)),
-            "softmax": (softmax := Softmax(c)),
+            "softmax": (softmax := Softmax(c, target=self.target)),
             "normaliser": (normaliser := Normaliser(c, target=self.target)),
         }
         for name, unit in units.items():
