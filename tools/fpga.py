@@ -431,7 +431,10 @@ class _Flow:
                    f"synth_ecp5 -top {_TOP} -run map_luts: -json design.json; tee -o design.stat stat"],
             "design.json",
         )  # fmt: skip
-        netlist = _Netlist.from_json(json.loads((self.folder / "design.json").read_text()), memories)
+        design = json.loads((self.folder / "design.json").read_text())
+        _detach_unread_carries(design["modules"][_TOP])
+        (self.folder / "design.json").write_text(json.dumps(design))
+        netlist = _Netlist.from_json(design, memories)
         lut4 = netlist.count["LUT4"] + 2 * netlist.count["CCU2C"] + 6 * netlist.count["TRELLIS_DPR16X4"]
         for kind, need in (
             ("TRELLIS_COMB", lut4),
@@ -564,6 +567,25 @@ class _Flow:
                 f"the design does not fit into {self.device.name}: "
                 f"{_RESOURCE_WORDS.get(kind, kind)}: needs {need}, has {have}"
             )
+
+
+def _detach_unread_carries(module: dict[str, Any]) -> None:
+    """Carries out of the last cell of a chain, which nobody reads, are disconnected.
+
+    Yosys leaves each on a net of its own, and nextpnr spends a carry cell to lead it out of the chain.
+    """
+    cells = module["cells"].values()
+    readers: Counter[Any] = Counter()
+    for cell in cells:
+        for port, bits in cell["connections"].items():
+            if cell["port_directions"].get(port) != "output":
+                readers.update(bits)
+    for port in module["ports"].values():
+        readers.update(port["bits"])
+    for cell in cells:
+        if cell["type"] == "CCU2C":
+            carry = cell["connections"].get("COUT", [])
+            cell["connections"]["COUT"] = [bit if readers[bit] else "x" for bit in carry]
 
 
 def _first_error(lines: list[str]) -> str:
