@@ -167,8 +167,11 @@ class Lift(wiring.Component):
         has_word = ~part["take"] | self.word_valid
         in_loop = Signal()
         m.d.comb += in_loop.eq((part["loop"] == Loop.WORDS) | (part["loop"] == Loop.FOREVER))
+        waited_last = waited == part["a"]
+        # The last instruction of a program takes no word and is no loop.
+        assert not any(one.end and (one.take or one.loop is not Loop.ONCE) for one in p.code)
         with m.If(part["wait"]):
-            m.d.comb += finish.eq(waited == part["a"])
+            m.d.comb += finish.eq(waited_last)
         with m.Else():
             with m.Switch(part["loop"]):
                 with m.Case(Loop.ONCE):
@@ -194,7 +197,7 @@ class Lift(wiring.Component):
         with m.Elif(issue & in_loop & (left != 0)):
             m.d.sync += left.eq(left - 1)
         m.d.comb += [
-            stop.eq(valid & finish & part["end"]),
+            stop.eq(valid & part["end"] & (waited_last | ~part["wait"])),
             self.done.eq(stop),
             self.word_taken.eq(issue & part["take"]),
             self.flush.eq(issue & part["take"] & part["flush"]),

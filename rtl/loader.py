@@ -495,7 +495,9 @@ class Loader(wiring.Component):
         turn_last = turn + 1 == blocks
         index_last = index + 1 == blocks + c.lookahead
         group_last = group == groups
-        with m.If(~valid | take):
+        with m.If(take):
+            m.d.sync += valid.eq(0)
+        with m.If(~valid):
             m.d.sync += [valid.eq(exists), kind.eq(candidate)]
             with m.Switch(candidate):
                 with m.Case(Section.QUERY):

@@ -267,7 +267,8 @@ def _plan(config: Config, tokens: int, chunks: int, bias: bool, lift: bool, mask
     words.append(emits)
     plain = not lift
     for (kind, number, _), (_, _, looked) in itertools.pairwise(order):
-        known = end + looked  # cycle in which the next section is known, which the last entry waits for
+        # The last entry waits until the section after this one is known.
+        known = end + 1 + looked
         now = end + 1
         if kind == "q":
             lengths.append(max(now, ready, known))
