@@ -46,6 +46,7 @@ class State(enum.Enum, shape=4):
     VALUE = 6
     DISCARD = 7
     DRAIN = 8
+    JUDGE = 9
 
 
 class Section(enum.Enum, shape=2):
@@ -152,7 +153,7 @@ class Loader(wiring.Component):
         m.d.sync += size.eq(new)
         chunks_less_1, blocks, groups = size.chunks_less_1, size.blocks, size.groups
         error = Signal(ERROR_BITS)
-        m.d.comb += error.eq(self._error(fields, cut, filling))
+        m.d.sync += error.eq(self._error(fields, cut, filling))
 
         # Slots.
         used, oldest = Signal(range(3)), Signal()
@@ -169,7 +170,7 @@ class Loader(wiring.Component):
         following, following_valid, follow = self._sections(m, begins, blocks, groups)
         number = Signal(range(c.max_chunks * c.pass_steps))  # entry of the section, factor batches apart
         block, value_block = Signal(range(c.max_blocks + 1)), Signal(range(c.max_blocks + 1))
-        mask_number = Signal(range(c.max_blocks))
+        mask_number, mask_left = Signal(range(c.max_blocks)), Signal(range(c.max_blocks + 1))
         batch = Signal.like(lift.batch)
         factors = Signal()  # a factor batch of queries comes
         claimed = Signal()  # the section has its place in the ring, or its program
@@ -250,7 +251,9 @@ class Loader(wiring.Component):
                     with m.If(entry_last & (~place_last | entry_short)):
                         m.d.sync += cut.eq(1)
                     with m.If(place_last):
-                        m.d.sync += state.eq(State.CHECK)
+                        m.d.sync += state.eq(State.JUDGE)
+            with m.Case(State.JUDGE):
+                m.d.sync += state.eq(State.CHECK)
             with m.Case(State.CHECK):
                 m.d.comb += [
                     lift.clear.eq(1),
@@ -263,6 +266,7 @@ class Loader(wiring.Component):
                     block.eq(0),
                     value_block.eq(0),
                     mask_number.eq(0),
+                    mask_left.eq(new.blocks),
                     batch.eq(0),
                     lift_busy.eq(flag["bias"] & (error == 0)),
                     plain.eq(~flag["bias"]),
@@ -276,11 +280,11 @@ class Loader(wiring.Component):
                 with m.If((error != 0) | ~flag["masked"]):
                     m.d.sync += self.job_valid.bit_select(slot, 1).eq(1)
             with m.Case(State.MASK):
-                mask_last = mask_number + 1 == blocks
+                mask_last = mask_left == 1
                 entry_end = (mask_number & (entry_rows - 1)) == entry_rows - 1
                 m.d.comb += consume.eq(entry_valid & (mask_last | entry_end))
                 with m.If(entry_valid):
-                    m.d.sync += mask_number.eq(mask_number + 1)
+                    m.d.sync += [mask_number.eq(mask_number + 1), mask_left.eq(mask_left - 1)]
                     if word_rows:
                         m.d.sync += word.eq(Mux(consume, 0, (mask_number + 1) >> _bits(word_rows)))
                     with m.If(mask_last):

@@ -29,7 +29,7 @@ QUERY_CYCLES = RESULT_CYCLES + 1
 """From the issue of a word of queries until it can be read."""
 OPERAND_CYCLES = 1
 """From the cycle in which an entry of keys or values is taken until it can be read."""
-CHECK_CYCLES = 2
+CHECK_CYCLES = 3
 """From the last entry of a descriptor to the first of what follows."""
 SCALE_CYCLES = RESULT_CYCLES
 """From the last entry of a descriptor to the claim of a group whose first word can be scaled."""
