@@ -47,7 +47,6 @@ class ArrayParams:
     acc_depth: accumulators of one (row, segment)
     init_bits: bits of an initial value, signed
     shift_max: largest right shift of a sum; the port takes every amount that its bits can say
-    shift_step: a power of two that divides every shift; the port does not look at the bits below
     tag_bits: bits carried unchanged from a step to its output
     product_registers: registers between a multiplier and the adder tree, for the way between them on a large chip
 
@@ -66,7 +65,6 @@ class ArrayParams:
     acc_depth: int = 80
     init_bits: int = 24
     shift_max: int = 7
-    shift_step: int = 1
     tag_bits: int = 8
     product_registers: int = 0
 
@@ -95,9 +93,6 @@ class ArrayParams:
             most = self.block // 4
             rule = f"at most block / 4 = {most} (an accumulator is revisited after block / segments cycles)"
             raise must(owner, "segments", rule, self.segments)
-        if self.shift_step not in (1, 2, 4, 8) or self.shift_step > self.shift_max:
-            rule = f"1, 2, 4 or 8 and at most shift_max {self.shift_max}"
-            raise must(owner, "shift_step", rule, self.shift_step)
         if not self.sum_bits <= self.acc_bits <= 48:
             raise must(owner, "acc_bits", f"from {self.sum_bits} (one sum) to 48", self.acc_bits)
         if not 2 <= self.init_bits <= self.acc_bits:

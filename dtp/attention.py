@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dtp.config import SHIFT_STEP, Config
+from dtp.config import Config
 from dtp.fixed import Int, round_shift
 from dtp.job import Job
 from dtp.lift import lift_keys, lift_queries
@@ -101,7 +101,7 @@ def golden(config: Config, head: Head) -> HeadResult:
         for index in range(passes):
             lane = slice(index * block, (index + 1) * block)
             shift = job.score_shift if index < chunks else job.lift_shift
-            accumulators += round_shift(_exact(rows[active, lane], keys[span, lane].T), shift * SHIFT_STEP)
+            accumulators += round_shift(_exact(rows[active, lane], keys[span, lane].T), shift)
         pairs = np.broadcast_to(valid[span], accumulators.shape)
         if job.causal:
             pairs = pairs & (position[span][None, :] <= active[:, None])

@@ -30,9 +30,11 @@ TABLE_BITS = 10
 MANTISSA_BITS = 17
 """Entries of both tables are fractions of 2^17."""
 SHIFT_FIELD_BITS = 2
-"""Width of the per-job shifts of the sum of a pass (score_shift, lift_shift)."""
-SHIFT_STEP = 2
-"""These shifts count steps of so many places: 0, 2, 4 or 6. Odd ones would cost a multiplexer a bit and gain little."""
+"""Width of the per-job shifts of the sum of a pass (score_shift, lift_shift): 0 … 3.
+
+A wider choice costs a multiplexer for every bit of every sum and gains little: with 15 fraction bits, a query of 8 bits
+already keeps three bits of its scale's product.
+"""
 RESCALE_BITS = 5
 """A rescale of the online softmax: 0 … 31 places, saturated."""
 SCALE_BITS = 16

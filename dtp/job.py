@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dtp.config import SHIFT_FIELD_BITS, SHIFT_STEP, Config
+from dtp.config import SHIFT_FIELD_BITS, Config
 from dtp.errors import DtpError, must
 from dtp.fixed import Int, signed_range
 
@@ -65,8 +65,8 @@ FIELDS = (
     Field("tokens", 6, 2, False, "L, 1 … max_tokens"),
     Field("valid_length", 8, 2, False, "tokens from here on are padding, 1 … L"),
     Field("width", 10, 2, False, "d, 1 … max_width"),
-    Field("score_shift", 12, 1, False, f"right shift of the sum of a plain pass, in steps of {SHIFT_STEP}, 0 … {_PASS}"),
-    Field("lift_shift", 13, 1, False, f"right shift of the sum of a lifted pass, in steps of {SHIFT_STEP}, 0 … {_PASS}"),
+    Field("score_shift", 12, 1, False, f"right shift of the sum of a plain pass, 0 … {_PASS}"),
+    Field("lift_shift", 13, 1, False, f"right shift of the sum of a lifted pass, 0 … {_PASS}"),
     Field("query_scale", 16, 2, False, "q to row operand"),
     Field("metric_scale", 18, 2, True, "Ma to row operand, added to the first R lanes"),
     Field("lift_vector_scale", 20, 2, True, "a to lifted row lane"),

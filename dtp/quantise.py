@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dtp.config import SCALE_BITS, SCORE_FRACTION_BITS, SHIFT_FIELD_BITS, SHIFT_STEP, Config
+from dtp.config import SCALE_BITS, SCORE_FRACTION_BITS, SHIFT_FIELD_BITS, Config
 from dtp.errors import DtpError, must
 from dtp.fixed import Int, round_shift, signed_range
 from dtp.job import BIAS_WORD_BITS, KEY_SHIFT_BITS, Bytes, Job, pack_job
@@ -258,7 +258,7 @@ class _Search:
         largest_q = _scale(self.q_given, self.q[self.live], self.config.operand_bits)
         largest_factor = _scale(self.factor_given, self.factor[self.live], self.config.operand_bits)
         for shift in range(_MAX_SHIFT, -1, -1):
-            unit = 2.0 ** (SCORE_FRACTION_BITS + SHIFT_STEP * shift + p.query_shift)
+            unit = 2.0 ** (SCORE_FRACTION_BITS + shift + p.query_shift)
             # query_scale = κ s_q s_k unit
             self.q_scale, query_scale = _exact_factor(
                 largest_q, self.q_given is None, self.kappa * self.k_scale * unit, _MAX_UNSIGNED
@@ -347,7 +347,7 @@ class _Search:
             "lift_outer_scale": outer_lanes * doubled,
         }
         for shift in range(_MAX_SHIFT, -1, -1):
-            unit = 2.0 ** (SCORE_FRACTION_BITS + SHIFT_STEP * shift)
+            unit = 2.0 ** (SCORE_FRACTION_BITS + shift)
             numbers = {name: round(value * unit * 2.0**p.lifted_shift) for name, value in real.items()}
             fits = all(abs(number) <= _MAX_SIGNED for number in numbers.values()) and all(
                 np.abs(round_shift(lanes[name][self.live] * numbers[name], p.lifted_shift)).max(initial=0)

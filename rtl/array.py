@@ -191,8 +191,7 @@ class MacArray(wiring.Component):
         p = self.params
         # A bit below the sum collects the rounding bit: the last bit that the shift drops.
         shifted: Value = Cat(0, total).as_signed()
-        fine = p.shift_step.bit_length() - 1  # the level that the adder takes along
-        for level in reversed(range(fine + 1, p.shift_bits)):
+        for level in reversed(range(1, p.shift_bits)):
             shifted = Mux(shift[level], shifted >> (1 << level), shifted)
         coarse = Signal(signed(p.sum_bits + 1), name=f"shifted_{name}")
         m.d.comb += coarse.eq(shifted)
@@ -200,11 +199,11 @@ class MacArray(wiring.Component):
         m.submodules[f"rounder_{name}"] = adder
         term = Signal(signed(p.sum_bits), name=f"term_{name}", reset_less=True)
         m.d.comb += [
-            adder.select.eq(shift[fine]),
+            adder.select.eq(shift[0]),
             adder.x0.eq(coarse >> 1),
-            adder.x1.eq(coarse >> (1 + p.shift_step)),
+            adder.x1.eq(coarse >> 2),
             adder.y.eq(0),
-            adder.carry.eq(Mux(shift[fine], coarse[p.shift_step], coarse[0])),
+            adder.carry.eq(Mux(shift[0], coarse[1], coarse[0])),
         ]
         m.d.sync += term.eq(adder.o)
         return term

@@ -7,7 +7,7 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out, connect, flipped
 
 from dtp.array import ArrayParams
-from dtp.config import BIAS_BITS, SHIFT_FIELD_BITS, SHIFT_STEP, Config
+from dtp.config import BIAS_BITS, SHIFT_FIELD_BITS, Config
 from dtp.job import STATUS_BYTES, ErrorCode, StatusRecord, descriptor_offset
 from rtl.array import MacArray
 from rtl.layouts import StepTag
@@ -33,8 +33,7 @@ def array_params(config: Config) -> ArrayParams:
         acc_bits=c.accumulator_bits,
         acc_depth=c.accumulator_depth,
         init_bits=BIAS_BITS,
-        shift_max=((1 << SHIFT_FIELD_BITS) - 1) * SHIFT_STEP,
-        shift_step=SHIFT_STEP,
+        shift_max=(1 << SHIFT_FIELD_BITS) - 1,
         tag_bits=StepTag(c).size,
     )
 

@@ -7,7 +7,7 @@ from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
 from dtp.array import RESCALE_BITS, ArrayParams
-from dtp.config import BIAS_BITS, SHIFT_STEP, Config
+from dtp.config import BIAS_BITS, Config
 from rtl.array import StepLayout
 from rtl.layouts import FeedLayout, StepControlLayout, StepTag
 from rtl.lib.memory import BlockMemory
@@ -168,7 +168,7 @@ class OperandMemories(wiring.Component):
             array_step.swap.eq(control.swap),
             array_step.addr.eq(control.address),
             array_step.first.eq(control.first),
-            array_step.shift.eq(control.shift * SHIFT_STEP),
+            array_step.shift.eq(control.shift),
             array_step.emit.eq(control.emit),
             array_step.tag.eq(tag),
         ]
