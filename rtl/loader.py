@@ -173,7 +173,7 @@ class Loader(wiring.Component):
         mask_number, mask_left = Signal(range(c.max_blocks)), Signal(range(c.max_blocks + 1))
         batch = Signal.like(lift.batch)
         factors = Signal()  # a factor batch of queries comes
-        claimed = Signal()  # the section has its place in the ring, or its program
+        claimed = Signal()  # the section has its place in the ring and its program: words may be taken
         steps = _bits(c.pass_steps)
         last_key = _ones_below(steps, chunks_less_1)
         last_query = _ones_below(_bits(c.rows), chunks_less_1) >> _bits(c.segments)
@@ -205,7 +205,12 @@ class Loader(wiring.Component):
         word_end = lift.word_taken & (word_last | lift.flush)
         with m.If(lift.word_taken):
             m.d.sync += word.eq(Mux(word_end, 0, word + 1))
-        m.d.comb += lift.word.eq(entry.word_select(word, c.lift_tokens * c.operand_bits))
+        direct = Signal()  # an entry that is not taken word by word
+        m.d.comb += [
+            lift.word.eq(entry.word_select(word, c.lift_tokens * c.operand_bits)),
+            lift.word_valid.eq(claimed & entry_valid),
+            consume.eq(direct | word_end),
+        ]
 
         # Programs.
         program = {name: p.start for name, p in lift.params.programs.items()}
@@ -245,7 +250,7 @@ class Loader(wiring.Component):
         with m.Switch(state):
             with m.Case(State.DESCRIPTOR):
                 arrives = entry_valid & ~used[1]
-                m.d.comb += [consume.eq(arrives), lift.descriptor.eq(arrives & place_last)]
+                m.d.comb += [direct.eq(arrives), lift.descriptor.eq(arrives & place_last)]
                 with m.If(consume):
                     m.d.sync += place.eq(Mux(place_last, 0, place + 1))
                     with m.If(entry_last & (~place_last | entry_short)):
@@ -282,7 +287,7 @@ class Loader(wiring.Component):
             with m.Case(State.MASK):
                 mask_last = mask_left == 1
                 entry_end = (mask_number & (entry_rows - 1)) == entry_rows - 1
-                m.d.comb += consume.eq(entry_valid & (mask_last | entry_end))
+                m.d.comb += direct.eq(entry_valid & (mask_last | entry_end))
                 with m.If(entry_valid):
                     m.d.sync += [mask_number.eq(mask_number + 1), mask_left.eq(mask_left - 1)]
                     if word_rows:
@@ -294,8 +299,6 @@ class Loader(wiring.Component):
                     lift.start.eq(claim & ~plain),
                     lift.entry.eq(Mux(flag["lift"], program["lift_queries"], program["queries"])),
                     lift.count.eq(query_words - lift.params.query_words),
-                    lift.word_valid.eq(claimed & Mux(factors, entry_valid, ready)),
-                    consume.eq(word_end),
                     section_end.eq(Mux(flag["lift"], claimed & lift.done, word_end & number_last)),
                 ]
                 with m.If(claim):
@@ -309,8 +312,6 @@ class Loader(wiring.Component):
                     lift.start.eq(~claimed),
                     lift.entry.eq(Mux(flag["lift"], program["lift_keys"], program["keys"])),
                     lift.count.eq(key_words - Mux(flag["lift"], lift.params.rank, 0)),
-                    lift.word_valid.eq(claimed & entry_valid),
-                    consume.eq(word_end),
                 ]
                 m.d.sync += [claimed.eq(1), plain.eq(0)]
                 with m.If(lift.done):
@@ -318,15 +319,15 @@ class Loader(wiring.Component):
                     with m.If((batch & (batches - 1)) == batches - 1):
                         m.d.sync += state.eq(State.KEY)
             with m.Case(State.KEY):
-                m.d.comb += [consume.eq(ready), section_end.eq(ready & number_last)]
+                m.d.comb += [direct.eq(ready), section_end.eq(ready & number_last)]
                 with m.If(section_end):
                     m.d.sync += block.eq(block + 1)
             with m.Case(State.VALUE):
-                m.d.comb += [consume.eq(ready), section_end.eq(ready & number_last)]
+                m.d.comb += [direct.eq(ready), section_end.eq(ready & number_last)]
                 with m.If(section_end):
                     m.d.sync += value_block.eq(value_block + 1)
             with m.Case(State.DISCARD):
-                m.d.comb += consume.eq(1)
+                m.d.comb += direct.eq(1)
                 with m.If(entry_valid & entry_last):
                     m.d.sync += state.eq(State.DRAIN)
             with m.Case(State.DRAIN):
@@ -421,13 +422,15 @@ class Loader(wiring.Component):
         beats, bits = c.entry_beats, 8 * c.input_bytes
         entry = Signal(8 * c.entry_bytes)
         full, valid, last, short = Signal(), Signal(), Signal(), Signal()
+        cleared = Signal()
         place = Signal(range(beats))
         beat = self.i.payload
         m.d.comb += [
             # Behind a last comes another job: not while it is open whether this one must be filled up.
             self.i.ready.eq((~full | (consume & ~last)) & ~filling),
-            valid.eq(full | filling),
+            valid.eq(full | (filling & cleared)),
         ]
+        m.d.sync += cleared.eq(filling)
         with m.If(consume):
             m.d.sync += [full.eq(0), last.eq(0), short.eq(0)]
         with m.If(self.i.valid & self.i.ready):
@@ -441,7 +444,7 @@ class Loader(wiring.Component):
                 part = entry[n * bits : (n + 1) * bits]
                 with m.If(place == n):
                     m.d.sync += part.eq(beat.data)
-        with m.If(consume & last):
+        with m.If(filling):
             m.d.sync += entry.eq(0)
         return entry, valid, last, short
 

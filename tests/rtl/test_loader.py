@@ -13,6 +13,7 @@ from amaranth.sim import Simulator
 
 from dtp.config import Config
 from dtp.job import (
+    SHIFT_BITS,
     ErrorCode,
     Job,
     address_bias,
@@ -348,14 +349,14 @@ def preset(name: str) -> Config:
 def scaled_job(config: Config, kind: str, tokens: int, width: int, **more: Any) -> Job:
     """A job whose scales use the ranges of the lanes and saturate some of them."""
     fields: dict[str, Any] = {"tokens": tokens, "valid_length": max(1, tokens - 1), "width": width}
-    fields |= {"tag": 0x1234, "query_scale": 40_000, "score_shift": 3, "causal": bool(tokens & 1)}
+    fields |= {"tag": 0x1234, "query_scale": 40_000, "score_shift": 1, "causal": bool(tokens & 1)}
     if kind != "dot":
         fields |= {"bias": True, "bias_scale": 300, "norm_scale": -11_000, "bias_shift": 7}
     if kind == "lift":
         fields |= {
             "lift": True, "metric_scale": 700, "lift_vector_scale": -9_000, "lift_metric_scale": -21_000,
             "lift_outer_scale": 30_000, "metric_norm_scale": -9_000, "key_vector_shift": 7, "key_outer_shift": 5,
-            "key_metric_shift": 6, "lift_shift": 5,
+            "key_metric_shift": 6, "lift_shift": (1 << SHIFT_BITS["lift_shift"]) - 1,
         }  # fmt: skip
     return Job(**{**fields, **more})
 
