@@ -444,6 +444,9 @@ class Loader(wiring.Component):
                 part = entry[n * bits : (n + 1) * bits]
                 with m.If(place == n):
                     m.d.sync += part.eq(beat.data)
+                # A last may come before the other beats.
+                with m.Elif(place == 0):
+                    m.d.sync += part.eq(0)
         with m.If(filling):
             m.d.sync += entry.eq(0)
         return entry, valid, last, short
