@@ -30,7 +30,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
@@ -362,8 +362,7 @@ def place_and_route(
         for number in range(seed, seed + seeds):
             run_start = time.monotonic()
             placed_mhz = flow.place(number, freq_mhz)
-            within_reach = min(freq_mhz, _ROUTED_SHARE * placed_mhz) if placed_mhz else freq_mhz
-            result = flow.route(number, within_reach, router)
+            result = flow.route(number, freq_mhz, placed_mhz, router)
             run = SeedRun(number, placed_mhz, _worst_mhz(result), round(time.monotonic() - run_start, 1))
             runs.append(run)
             if chosen is None or (run.fmax_mhz or 0.0) > (chosen.fmax_mhz or 0.0):
@@ -384,8 +383,14 @@ def place_and_route(
 
 
 _ROUTER1_LIMIT_LUT4 = 12_000
-_ROUTED_SHARE = 0.9
-"""What routing is asked to keep of the frequency that the placement promises."""
+_ROUTED_SHARES = (0.95, 0.85, 0.7)
+"""Shares of the frequency promised by the placement: what router 2 is asked for first, then where that did not end."""
+_ROUND = re.compile(r"Info:\s+iter=(\d+) ")
+_ROUNDS = 80
+
+
+class _WentRoundError(Exception):
+    """Router 2 came back to the same wires too often."""
 
 
 @contextmanager
@@ -471,16 +476,26 @@ class _Flow:
         clocks = [float(mhz) for mhz in re.findall(r"Max frequency for clock .*: ([\d.]+) MHz", log)]
         return min(clocks, default=None)
 
-    def route(self, seed: int, freq_mhz: float, router: Router) -> dict[str, Any]:
+    def route(self, seed: int, freq_mhz: float, placed_mhz: float | None, router: Router) -> dict[str, Any]:
         """Routes what `place` placed; nextpnr's report.
 
-        Router 2 minds delays only when it rips up slow wires, and does not end when it cannot meet the frequency:
-        give it one that the placement allows.
+        Router 2 minds delays only when told to rip up slow wires, and then goes round for ever when it cannot meet
+        the frequency. So it is given a share of what the placement promises, less of it when it does not end, and at
+        last it routes without ripping up.
         """
-        _present(self.folder / f"place_{seed}.json")
-        arguments = ["--no-pack", "--no-place", "--seed", str(seed), "--freq", f"{freq_mhz:.1f}"]
-        arguments += ["--router", str(router), *(["--tmg-ripup"] if router is Router.ROUTER2 else [])]
-        return self.nextpnr(Stage.ROUTE, f"place_{seed}.json", f"route_{seed}.rpt.json", arguments)
+        design = json.loads(_present(self.folder / f"place_{seed}.json").read_text())
+        for module in design["modules"].values():
+            for setting in ("router", "target_freq"):  # those saved with a placement overrule the options
+                module["settings"].pop(setting, None)
+        (self.folder / "placed.json").write_text(json.dumps(design))
+        output = f"route_{seed}.rpt.json"
+        common = ["--no-pack", "--no-place", "--seed", str(seed), "--router", str(router)]
+        if router is Router.ROUTER2 and placed_mhz:
+            for share in _ROUTED_SHARES:
+                target = ["--freq", f"{min(freq_mhz, share * placed_mhz):.1f}", "--tmg-ripup"]
+                with suppress(_WentRoundError):
+                    return self.nextpnr(Stage.ROUTE, "placed.json", output, [*common, *target])
+        return self.nextpnr(Stage.ROUTE, "placed.json", output, [*common, "--freq", f"{freq_mhz:.1f}"])
 
     def nextpnr(self, stage: Stage, netlist: str, report: str, arguments: Iterable[str]) -> dict[str, Any]:
         device = self.device
@@ -549,6 +564,8 @@ class _Flow:
                     log.write(line)
                     count += 1
                     self.progress(stage, count)
+                    if (turn := _ROUND.match(line)) and int(turn.group(1)) > _ROUNDS:
+                        raise _WentRoundError
                     if "ERROR: " in line:
                         errors.append(line.strip())
                     last = line.strip() or last
