@@ -49,6 +49,7 @@ class ArrayParams:
     shift_max: largest right shift of a sum; the port takes every amount that its bits can say
     tag_bits: bits carried unchanged from a step to its output
     product_registers: registers between a multiplier and the adder tree, for the way between them on a large chip
+    product_bound_bits: bits that hold every product that the operands can give, 0 for those of the multiplier
 
     Raises
     ------
@@ -67,6 +68,7 @@ class ArrayParams:
     shift_max: int = 7
     tag_bits: int = 8
     product_registers: int = 0
+    product_bound_bits: int = 0
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -80,6 +82,7 @@ class ArrayParams:
             ("moving_bits", 2, 18),
             ("acc_depth", 2, 4096),
             ("shift_max", 1, 15),
+            ("product_bound_bits", 0, 36),
             ("tag_bits", 1, 64),
             ("product_registers", 0, 2),
         ):
@@ -102,8 +105,9 @@ class ArrayParams:
 
     @property
     def product_bits(self) -> int:
-        """Bits of one product, the product of both most negative operands included."""
-        return self.row_bits + self.moving_bits
+        """Bits of one product, the product of both most negative operands included unless the bound is less."""
+        widest = self.row_bits + self.moving_bits
+        return min(widest, self.product_bound_bits or widest)
 
     @property
     def tree_levels(self) -> int:

@@ -135,9 +135,7 @@ class Config(BaseModel):
 
     def to_toml(self) -> str:
         """The configuration as TOML text that :meth:`from_text` reads back."""
-        return "".join(
-            f"{key} = {json.dumps(value)}\n" for key, value in self.model_dump().items()
-        )
+        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in self.model_dump().items())
 
     # ---- rules -------------------------------------------------------------------------------------------------
 
@@ -172,22 +170,16 @@ class Config(BaseModel):
         if self.block % self.rows:
             raise must("Config", "rows", f"a divisor of block {self.block}", self.rows)
         if self.block < 4 * self.segments:
-            raise must(
-                "Config", "lanes", f"at most block²/4 = {self.block * self.block // 4}", self.lanes
-            )
+            raise must("Config", "lanes", f"at most block²/4 = {self.block * self.block // 4}", self.lanes)
         for field in ("max_tokens", "max_width"):
             if getattr(self, field) % self.block:
                 raise must("Config", field, f"a multiple of block {self.block}", getattr(self, field))
         if self.metric_rank > self.max_frame_rank:
-            raise must(
-                "Config", "metric_rank", f"at most max_frame_rank {self.max_frame_rank}", self.metric_rank
-            )
+            raise must("Config", "metric_rank", f"at most max_frame_rank {self.max_frame_rank}", self.metric_rank)
         if self.max_frame_rank > self.max_width:
             raise must("Config", "max_frame_rank", f"at most max_width {self.max_width}", self.max_frame_rank)
         if self.input_bytes > self.entry_bytes:
-            raise must(
-                "Config", "input_bytes", f"at most one array step, {self.entry_bytes} bytes", self.input_bytes
-            )
+            raise must("Config", "input_bytes", f"at most one array step, {self.entry_bytes} bytes", self.input_bytes)
         if self.output_bytes > self.output_entry_bytes:
             raise must(
                 "Config", "output_bytes", f"at most one output step, {self.output_entry_bytes} bytes",
@@ -207,6 +199,9 @@ class Config(BaseModel):
                 f"at most 8·block·(bytes of one array step) = {8 * self.block * self.entry_bytes}",
                 self.max_tokens,
             )  # fmt: skip
+        if self.lifted_row_bits < 6:
+            rule = f"at most {self.lifted_bits - 6 + self.lifted_row_bits}, so that a query's lifted lane keeps 6 bits"
+            raise must("Config", "lifted_bits", rule, self.lifted_bits)
         if self.lift_ports > self.block:
             raise must("Config", "lift_ports", f"at most block {self.block}", self.lift_ports)
         if self.query_groups <= self.lookahead:
@@ -237,6 +232,19 @@ class Config(BaseModel):
         return max(self.operand_bits, self.lifted_bits)
 
     @property
+    def lifted_row_bits(self) -> int:
+        """Signed width of a lifted lane of a query, less than a row operand's where the key's is more than a key's.
+
+        So a product is no wider than one of a plain lane: precision is where the lanes need it, not in the adders.
+        """
+        return self.row_bits - max(0, self.lifted_bits - self.operand_bits)
+
+    @property
+    def product_bits(self) -> int:
+        """Signed width of every product that a row operand and a moving operand can give."""
+        return self.row_bits + self.operand_bits
+
+    @property
     def pass_steps(self) -> int:
         """Array steps of one score pass: the keys of a block, ``segments`` at a time."""
         return self.block // self.segments
@@ -253,7 +261,7 @@ class Config(BaseModel):
         row = 1 << (self.row_bits - 1)
         values = ((1 << self.probability_bits) - 1) * self.max_tokens * operand
         plain = self.max_width * row * operand
-        lifted = self.lifted_passes * self.block * row * (1 << (self.lifted_bits - 1))
+        lifted = self.lifted_passes * self.block << (self.lifted_row_bits + self.lifted_bits - 2)
         passes = self.max_width // self.block + self.lifted_passes
         score = plain + lifted + (1 << (BIAS_BITS - 1)) + passes
         return bits_for_magnitude(max(values + self.max_tokens // self.block, score))
@@ -359,10 +367,11 @@ class Config(BaseModel):
     def derived(self) -> dict[str, int]:
         """Every derived figure by name, for the manifest and the docs."""
         names = (
-            "segments", "macs", "row_bits", "moving_bits", "pass_steps", "denominator_bits", "accumulator_bits",
-            "accumulator_depth", "symmetric_lanes", "lifted_lanes", "lifted_passes", "lift_tokens", "entry_bytes",
-            "entry_beats", "entry_words", "max_blocks", "max_groups", "max_chunks", "mask_row_bytes",
-            "output_entry_bytes", "output_entry_beats", "output_fraction_bits",
+            "segments", "macs", "row_bits", "moving_bits", "lifted_row_bits", "product_bits", "pass_steps",
+            "denominator_bits", "accumulator_bits", "accumulator_depth", "symmetric_lanes", "lifted_lanes",
+            "lifted_passes", "lift_tokens", "entry_bytes", "entry_beats", "entry_words", "max_blocks",
+            "max_groups", "max_chunks", "mask_row_bytes", "output_entry_bytes", "output_entry_beats",
+            "output_fraction_bits",
         )  # fmt: skip
         return {name: int(getattr(self, name)) for name in names}
 

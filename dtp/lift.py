@@ -709,7 +709,7 @@ def lift_queries(config: Config, job: Job, queries: ArrayLike, factors: ArrayLik
 
     Returns
     -------
-    (L, passes · block) of ``row_bits``: C·block plain lanes, and for a lifting job the lifted lanes
+    (L, passes · block): C·block plain lanes of ``row_bits``, for a lifting job then those of ``lifted_row_bits``
     [lift_vector_scale·a, lift_metric_scale·M, lift_outer_scale·aaᵀ, 0 …], off-diagonals doubled; and how many
     of them were saturated.
 
@@ -739,8 +739,12 @@ def lift_queries(config: Config, job: Job, queries: ArrayLike, factors: ArrayLik
         axis=1,
     )
     lifted = np.pad(lifted, ((0, 0), (0, config.lifted_passes * config.block - lifted.shape[1])))
-    whole = np.concatenate([round_shift(sums, params.query_shift), round_shift(lifted, params.lifted_shift)], axis=1)
-    return saturate(whole, config.row_bits), int(overflows(whole, config.row_bits).sum())
+    parts = (
+        (round_shift(sums, params.query_shift), config.row_bits),
+        (round_shift(lifted, params.lifted_shift), config.lifted_row_bits),
+    )
+    rows = np.concatenate([saturate(part, bits) for part, bits in parts], axis=1)
+    return rows, sum(int(overflows(part, bits).sum()) for part, bits in parts)
 
 
 def lift_keys(

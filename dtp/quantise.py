@@ -351,7 +351,7 @@ class _Search:
             numbers = {name: round(value * unit * 2.0**p.lifted_shift) for name, value in real.items()}
             fits = all(abs(number) <= _MAX_SIGNED for number in numbers.values()) and all(
                 np.abs(round_shift(lanes[name][self.live] * numbers[name], p.lifted_shift)).max(initial=0)
-                <= self.row_limit
+                <= signed_range(self.config.lifted_row_bits)[1]
                 for name in numbers
             )
             if fits:

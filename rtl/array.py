@@ -146,7 +146,8 @@ class MacArray(wiring.Component):
                         multiplier.b.eq(lanes[lane * p.moving_bits :][: p.moving_bits].as_signed()),
                     ]
                     lane_name = f"product_{row}_{segment}_{lane}"
-                    products.append(_Line(m, lane_name, multiplier.o, p.product_registers)[p.product_registers])
+                    product = multiplier.o[: p.product_bits].as_signed()
+                    products.append(_Line(m, lane_name, product, p.product_registers)[p.product_registers])
                 name = f"{row}_{segment}"
                 total = _tree(m, name, products)
                 term = self._term(m, name, total, told.shift)

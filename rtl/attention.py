@@ -33,6 +33,7 @@ def array_params(config: Config) -> ArrayParams:
         acc_bits=c.accumulator_bits,
         acc_depth=c.accumulator_depth,
         init_bits=BIAS_BITS,
+        product_bound_bits=c.product_bits,
         shift_max=(1 << SHIFT_FIELD_BITS) - 1,
         tag_bits=StepTag(c).size,
     )

@@ -102,9 +102,7 @@ class Lift(wiring.Component):
                 "emit_data": Out(data.ArrayLayout(lanes, c.rows)),
                 "slot": In(1),
                 "batch": In(range(self._batches)),
-                "lifted_write": Out(
-                    WriteLayout(2 * c.lifted_passes * words, c.lanes * c.lifted_bits, c.block)
-                ),
+                "lifted_write": Out(WriteLayout(2 * c.lifted_passes * words, c.lanes * c.lifted_bits, c.block)),
                 "bias_write": Out(WriteLayout(2 * words, c.segments * BIAS_BITS)),
                 "saturations": Out(COUNT_BITS),
                 "clear": In(1),
@@ -271,9 +269,7 @@ class Lift(wiring.Component):
                 word = self.word.word_select(lane, c.operand_bits).as_signed()
                 value = Signal(signed(REGISTER_BITS), name=f"value_{lane}")
                 metric, vector, norm = (accumulator >> p.register_shift(shift) for shift in Shift)
-                m.d.comb += value.eq(
-                    Mux(source[1], Mux(source[0], norm, vector), Mux(source[0], metric, word))
-                )
+                m.d.comb += value.eq(Mux(source[1], Mux(source[0], norm, vector), Mux(source[0], metric, word)))
                 m.d.comb += data[low : low + REGISTER_BITS].eq(value)
                 accumulators.append(accumulator)
         return accumulators
@@ -311,13 +307,19 @@ class Lift(wiring.Component):
             # One table a bit: the two values, and a code that also forces 0 or 1.
             plain, lifted = (accumulator.shift_right(n) for n in (p.query_shift, p.lifted_shift))
             over, sign = Signal(name=f"over_{lane}"), accumulator[-1]
-            between = plain[: len(plain) - len(lifted) + c.row_bits]  # what is beyond only a plain lane
-            code = Signal(2, name=f"code_{lane}")
-            m.d.comb += [
-                over.eq(_overflows(lifted, c.row_bits) | (~is_lifted & _overflows(between, c.row_bits))),
-                code.eq(Cat(Mux(over, ~sign, is_lifted), over)),
-            ]
-            bits = [Mux(code[1], code[0], Mux(code[0], lifted[n], plain[n])) for n in range(c.row_bits - 1)]
+            only_plain = plain[: len(plain) - len(lifted) + c.row_bits]  # what is beyond only a plain lane
+            only_lifted = lifted[: c.row_bits]
+            m.d.comb += over.eq(
+                _overflows(lifted, c.row_bits)
+                | Mux(is_lifted, _overflows(only_lifted, c.lifted_row_bits), _overflows(only_plain, c.row_bits))
+            )
+            # A lifted lane is saturated to fewer bits: its sign goes on above them.
+            codes = []
+            for part, forced in (("low", ~sign), ("high", is_lifted ^ ~sign)):
+                code = Signal(2, name=f"code_{part}_{lane}")
+                m.d.comb += code.eq(Cat(Mux(over, forced, is_lifted), over))
+                codes += [code] * (c.lifted_row_bits - 1 if part == "low" else c.row_bits - c.lifted_row_bits)
+            bits = [Mux(code[1], code[0], Mux(code[0], lifted[n], plain[n])) for n, code in enumerate(codes)]
             m.d.comb += self.emit_data[row][segment].eq(Cat(*bits, sign).as_signed())
             flags.append(over)
         return Cat(*flags) & self.emit_valid.replicate(len(flags))
@@ -527,9 +529,7 @@ def _overflows(value: Value, bits: int) -> Value:
     upper = value[bits - 1 :]
     if len(value) <= bits:
         return Const(0, 1)
-    return Cat(
-        ~(upper[n : n + 4].all() | ~upper[n : n + 4].any()) for n in range(0, max(1, len(upper) - 1), 3)
-    ).any()
+    return Cat(~(upper[n : n + 4].all() | ~upper[n : n + 4].any()) for n in range(0, max(1, len(upper) - 1), 3)).any()
 
 
 def _saturated(value: Value, bits: int, over: Value, negative: Value) -> Value:
@@ -541,7 +541,5 @@ def _ones(vector: Value) -> Value:
     """Number of set bits, by a tree."""
     counts: list[Value] = [vector[n] for n in range(len(vector))]
     while len(counts) > 1:
-        counts = [
-            counts[n] + counts[n + 1] if n + 1 < len(counts) else counts[n] for n in range(0, len(counts), 2)
-        ]
+        counts = [counts[n] + counts[n + 1] if n + 1 < len(counts) else counts[n] for n in range(0, len(counts), 2)]
     return counts[0]

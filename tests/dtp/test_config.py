@@ -121,12 +121,12 @@ def test_no_legal_input_overflows_the_accumulator(
     limit = 1 << (config.accumulator_bits - 1)
     operand = -(1 << (operand_bits - 1))
     row = -(1 << (config.row_bits - 1))
-    lifted = -(1 << (config.lifted_bits - 1))
+    lifted = 1 << (config.lifted_row_bits + config.lifted_bits - 2)
     # The worst sums, lane by lane: every operand at the end of its range, both signs of the result.
     values = np.full(config.max_tokens, (1 << probability_bits) - 1, dtype=object) * operand
     assert -limit <= values.sum() < limit
     score = np.full(config.max_width, row * operand, dtype=object).sum()
-    score += np.full(config.lifted_passes * config.block, row * lifted, dtype=object).sum()
+    score += np.full(config.lifted_passes * config.block, lifted, dtype=object).sum()
     for bias in (-(1 << 23), (1 << 23) - 1):
         assert -limit <= score + bias < limit
         assert -limit <= -score + bias < limit
