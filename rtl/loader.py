@@ -216,9 +216,12 @@ class Loader(wiring.Component):
         program = {name: p.start for name, p in lift.params.programs.items()}
         lift_busy = Signal()
         plain = Signal()  # the running program is that of plain queries
+        starts_batch = Signal()
+        lifts_keys = Signal()  # the running program is that of a factor batch of keys
+        lifted_batch, lifted_block = Signal.like(batch), Signal.like(block)  # it, and the block it comes before
         with m.If(lift.done):
-            m.d.sync += lift_busy.eq(0)
-        m.d.comb += [lift.slot.eq(slot), lift.batch.eq(batch)]
+            m.d.sync += [lift_busy.eq(0), lifts_keys.eq(0)]
+        m.d.comb += [lift.slot.eq(slot), lift.batch.eq(lifted_batch)]
         key_words = _ones_below(_bits(c.block), chunks_less_1) + 1
         query_words = _ones_below(_bits(words), chunks_less_1) + 1
         batches = max(1, c.block // c.lift_tokens)  # before a block
@@ -309,12 +312,22 @@ class Loader(wiring.Component):
                     m.d.sync += claimed.eq(0)
             with m.Case(State.BATCH):
                 m.d.comb += [
-                    lift.start.eq(~claimed),
+                    lift.start.eq(starts_batch),
                     lift.entry.eq(Mux(flag["lift"], program["lift_keys"], program["keys"])),
                     lift.count.eq(key_words - Mux(flag["lift"], lift.params.rank, 0)),
                 ]
-                m.d.sync += [claimed.eq(1), plain.eq(0)]
-                with m.If(lift.done):
+                m.d.comb += starts_batch.eq(~claimed & ~lift_busy)
+                with m.If(starts_batch):
+                    m.d.sync += [
+                        claimed.eq(1),
+                        plain.eq(0),
+                        lift_busy.eq(1),
+                        lifts_keys.eq(1),
+                        lifted_batch.eq(batch),
+                        lifted_block.eq(block),
+                    ]
+                # What follows is taken while the program goes on, and shown when it has ended.
+                with m.If(lift.word_taken & lift.flush):
                     m.d.sync += [claimed.eq(0), batch.eq(batch + 1)]
                     with m.If((batch & (batches - 1)) == batches - 1):
                         m.d.sync += state.eq(State.KEY)
@@ -331,10 +344,10 @@ class Loader(wiring.Component):
                 with m.If(entry_valid & entry_last):
                     m.d.sync += state.eq(State.DRAIN)
             with m.Case(State.DRAIN):
-                m.d.comb += [lift.start.eq(drain == 0), lift.entry.eq(program["plain"])]
+                m.d.comb += [lift.start.eq((drain == 0) & ~lift_busy), lift.entry.eq(program["plain"])]
                 with m.If(late):
                     m.d.sync += [late.eq(0), state.eq(State.DISCARD)]
-                with m.Else():
+                with m.Elif(~lift_busy):
                     m.d.sync += drain.eq(drain + 1)
                 with m.If(drain == DRAIN_CYCLES - 1):
                     m.d.sync += [
@@ -387,9 +400,9 @@ class Loader(wiring.Component):
             # Of a slot that is not being loaded all is there: above every block.
             complete = Mux((slot == n) & (state != State.DESCRIPTOR), 0, c.max_blocks)
             m.d.comb += [
-                self.k_block[n].eq(block | complete),
+                self.k_block[n].eq(Mux(lifts_keys, lifted_block, block) | complete),
                 self.v_block[n].eq(value_block | complete),
-                self.k_entry[n].eq(Mux(state == State.KEY, number, 0)),
+                self.k_entry[n].eq(Mux((state == State.KEY) & ~lifts_keys, number, 0)),
                 self.v_entry[n].eq(Mux(state == State.VALUE, number, 0)),
             ]
         self._query_writes(m, lift, chunks_less_1, flag["lift"])

@@ -151,9 +151,11 @@ class _Source:
         return cycle
 
 
-def _execute(code: Sequence[Instruction], count: int, cycle: int, source: _Source) -> tuple[int, list[int]]:
-    """Runs a program from its first issue on: cycle after its end, cycles of the instructions that emit."""
+def _execute(code: Sequence[Instruction], count: int, cycle: int, source: _Source) -> tuple[int, list[int], int]:
+    """Runs a program from its first issue on: cycle after its end, cycles of the instructions that emit, of its last
+    word."""
     emits: list[int] = []
+    taken = cycle
     for instruction in code:
         if instruction.wait:
             cycle += instruction.cycles
@@ -163,11 +165,11 @@ def _execute(code: Sequence[Instruction], count: int, cycle: int, source: _Sourc
             cycle += 1
         for _ in range(repeats):
             if instruction.take:
-                cycle = source.take_word(cycle, last=instruction.flush)
+                cycle = taken = source.take_word(cycle, last=instruction.flush)
             if instruction.emit is not Emit.NONE:
                 emits.append(cycle)
             cycle += 1
-    return cycle, emits
+    return cycle, emits, taken
 
 
 def _order(config: Config, tokens: int) -> list[tuple[str, int, int]]:
@@ -213,7 +215,7 @@ def _group(config: Config, chunks: int, lift: bool, plain: bool) -> tuple[list[i
     count = chunks * config.pass_steps
     if lift:
         code = params.programs["lift_queries"].code
-        after, emits = _execute(code, count - params.query_words, START_CYCLES, source)
+        after, emits, _ = _execute(code, count - params.query_words, START_CYCLES, source)
         return emits, after - 1, source.ready
     now, emits = CLAIM_CYCLES if plain else START_CYCLES, []
     for word in range(count):
@@ -224,13 +226,14 @@ def _group(config: Config, chunks: int, lift: bool, plain: bool) -> tuple[list[i
 
 
 @lru_cache(maxsize=256)
-def _batch(config: Config, chunks: int, lift: bool, ready: int) -> tuple[int, int]:
-    """A factor batch of keys whose first entry is there ``ready`` cycles after its state begins: the cycle after its
-    end, and when the next entry is there."""
+def _batch(config: Config, chunks: int, lift: bool, ready: int) -> tuple[int, int, int]:
+    """A factor batch of keys whose first entry is there ``ready`` cycles after its program starts: the cycle after its
+    last word, the one after its end, and when the next entry is there."""
     params, source = _params(config), _Source(config.entry_beats, config.entry_words, ready)
     count = chunks * config.block - (params.rank if lift else 0)
-    after, _ = _execute(params.programs["lift_keys" if lift else "keys"].code, count, START_CYCLES, source)
-    return after, source.ready
+    code = params.programs["lift_keys" if lift else "keys"].code
+    after, _, taken = _execute(code, count, START_CYCLES, source)
+    return taken + 1, after, source.ready
 
 
 @lru_cache(maxsize=64)
@@ -266,26 +269,32 @@ def _plan(config: Config, tokens: int, chunks: int, bias: bool, lift: bool, mask
     emits, end, ready = _group(config, chunks, lift, not bias)
     words.append(emits)
     plain = not lift
+    idle = 0  # the lift unit has nothing to do from here on
     for (kind, number, _), (_, _, looked) in itertools.pairwise(order):
         # The last entry waits until the section after this one is known.
         known = end + 1 + looked
         now = end + 1
         if kind == "q":
-            lengths.append(max(now, ready, known))
+            lengths.append(max(now, ready, known, idle))
+            idle = 0
             emits, end, ready = _group(config, chunks, lift, plain)
             words.append(emits)
             plain = not lift
             continue
         if kind == "k" and bias:
             for _batch_number in key_batches(config, number):
-                length, ready = _batch(config, chunks, lift, max(0, ready - now))
-                now, ready, plain = now + length, now + ready, False
+                start = max(now, idle)
+                taken, after, ready = _batch(config, chunks, lift, max(0, ready - start))
+                now, idle, ready, plain = start + taken, start + after, start + ready, False
         taken_at = max(now, ready) + beats * np.arange(entries, dtype=np.int64)
         taken_at[-1] = max(taken_at[-1], known)
         segments[kind][number] = len(lengths)
         tables[kind][number] = taken_at + OPERAND_CYCLES
+        if kind == "k":
+            # What belongs to a running batch is shown when that has ended.
+            tables[kind][number] = np.maximum(tables[kind][number], idle)
         end, ready = int(taken_at[-1]), int(taken_at[-1]) + beats
-    finished = end + 1 + DRAIN_CYCLES
+    finished = max(end + 1, idle) + DRAIN_CYCLES
     lengths.append(max(finished, ready + 1))
     issued = np.array(words, dtype=np.int64)
     return LoadPlan(
