@@ -315,6 +315,14 @@ def operand_order(config: Config, tokens: int) -> list[tuple[str, int]]:
     return order
 
 
+def long_group(config: Config, chunks: int) -> bool:
+    """Whether a group's plain words last longer than the loader's search for the section behind the next.
+
+    It looks at one candidate a cycle, three an i of the order, of which ``lookahead`` may have none.
+    """
+    return chunks * config.pass_steps >= 3 * config.lookahead + 6
+
+
 def descriptor_entries(config: Config) -> int:
     """Entries of the descriptor."""
     return -(-DESCRIPTOR_BYTES // config.entry_bytes)

@@ -20,6 +20,9 @@ from dtp.job import (
     moving_depth,
     query_depth,
 )
+from dtp.job import (
+    long_group as is_long_group,
+)
 from dtp.lift import DRAIN_CYCLES
 from rtl.layouts import JobLayout
 from rtl.lib.memory import BlockMemory
@@ -34,7 +37,7 @@ ERROR_BITS = 8
 """Bits of an error code."""
 
 
-class State(enum.Enum, shape=4):
+class State(enum.Enum, shape=4):  # type: ignore[call-arg]
     """What the loader takes from the input."""
 
     DESCRIPTOR = 0
@@ -49,7 +52,7 @@ class State(enum.Enum, shape=4):
     JUDGE = 9
 
 
-class Section(enum.Enum, shape=2):
+class Section(enum.Enum, shape=2):  # type: ignore[call-arg]
     """Kind of the next section of operands."""
 
     QUERY = 0
@@ -239,13 +242,20 @@ class Loader(wiring.Component):
             mask_row = lift.word.word_select(mask_number[: _bits(word_rows)], row_bits)
 
         # Ring of queries.
+        section_end = Signal()
         free = Signal(range(c.query_groups + 1), init=c.query_groups)
         claim = Signal()
-        can_begin = entry_valid & following_valid & ~lift_busy
-        m.d.comb += claim.eq((state == State.QUERY) & ~claimed & (free != 0) & can_begin)
+        # A group of so many words lasts until the section behind it is known.
+        long_group = Signal()
+        enough = next((n for n in range(c.max_chunks) if is_long_group(c, n + 1)), c.max_chunks)
+        m.d.comb += long_group.eq(chunks_less_1 >= enough)
+        can_begin = entry_valid & (following_valid | long_group) & ~lift_busy
+        quick = Signal()  # the next section, if it is a group of plain queries, has its place and its program already
+        m.d.sync += quick.eq(plain & ~flag["lift"] & ~lift_busy & (free != 0) & long_group)
+        quickly = section_end & (following == Section.QUERY) & quick
+        m.d.comb += claim.eq(((state == State.QUERY) & ~claimed & (free != 0) & can_begin) | quickly)
         m.d.sync += free.eq(free - claim + self.q_release)
 
-        section_end = Signal()
         fault = Signal(ERROR_BITS)
         late = Signal()
         drain = Signal(range(DRAIN_CYCLES))
@@ -363,7 +373,7 @@ class Loader(wiring.Component):
         with m.If(section_end):
             with m.Switch(following):
                 with m.Case(Section.QUERY):
-                    m.d.sync += first_section
+                    m.d.sync += [*first_section, claimed.eq(quick)]
                 with m.Case(Section.KEY):
                     m.d.sync += state.eq(Mux(has_batch, State.BATCH, State.KEY))
                 with m.Case(Section.VALUE):

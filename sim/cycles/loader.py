@@ -8,6 +8,9 @@ the keys and values that follow it in the stream.
     starts[0] = max(end of the job before, release of the job two before + 1)
     starts[1 + g] = max(starts[g] + lengths[g], release of the ring's group + 1)
 
+A group of plain queries (``quick``), but for the first, starts a cycle earlier when the loader could see two cycles
+before that its place in the ring is free.
+
 A release counts from its pulse. Every time is the first cycle in which the walker can act on the news.
 """
 
@@ -22,7 +25,7 @@ import numpy as np
 
 from dtp.config import Config
 from dtp.fixed import Int
-from dtp.job import Job, descriptor_entries, key_batches, mask_entries
+from dtp.job import Job, descriptor_entries, key_batches, long_group, mask_entries
 from dtp.lift import DRAIN_CYCLES, RESULT_CYCLES, START_CYCLES, Emit, Instruction, LiftParams, Loop
 
 QUERY_CYCLES = RESULT_CYCLES + 1
@@ -45,6 +48,8 @@ class LoadPlan:
     ----------
     lengths: (1 + groups,) cycles from the start of a segment to the earliest start of the next; the last one: to the
         earliest start of the next job's descriptor
+    quick: whether query groups after the first may start early
+    closes: (1 + groups,) offset in a segment of the last entry before the next
     valid: offset of ``job_valid`` in segment 0
     done: offset of ``job_done`` in the last segment
     passes: (groups, chunks) offset of each plain pass of a group in its segment; the last one without lift is the
@@ -55,6 +60,8 @@ class LoadPlan:
     """
 
     lengths: Int
+    quick: bool
+    closes: Int
     valid: int
     done: int
     passes: Int
@@ -116,15 +123,22 @@ def run(
             clock = max(clock, slot_releases[number - 2] + 1)
         starts = [clock]
         for group in range(plan.groups):
-            clock = starts[-1] + int(plan.lengths[group])
-            if ring >= config.query_groups:
-                clock = max(clock, ring_releases[ring - config.query_groups] + 1)
-            starts.append(clock)
+            release = ring_releases[ring - config.query_groups] if ring >= config.query_groups else None
+            early = plan.quick and group > 0
+            starts.append(_begin(starts[-1], int(plan.lengths[group]), int(plan.closes[group]), early, release))
             ring += 1
         loaded = times(plan, starts)
         clock = loaded.end
         result.append(loaded)
     return result
+
+
+def _begin(start: int, length: int, close: int, early: bool, release: int | None) -> int:
+    """Start of a query group's segment: ``start``, ``length`` and ``close`` belong to the segment before it."""
+    seen = release is None or release + 2 <= start + close
+    if early and seen:
+        return start + length - 1
+    return start + length if release is None else max(start + length, release + 1)
 
 
 @dataclass
@@ -263,6 +277,8 @@ def _plan(config: Config, tokens: int, chunks: int, bias: bool, lift: bool, mask
     # The others, each from cycle 0 on.
     order = _order(config, tokens)
     lengths = [begin]
+    closes = [begin]
+    long = long_group(config, chunks)
     segments = {kind: np.zeros(blocks, dtype=np.int64) for kind in "kv"}
     tables = {kind: np.zeros((blocks, entries), dtype=np.int64) for kind in "kv"}
     words: list[list[int]] = []
@@ -275,7 +291,8 @@ def _plan(config: Config, tokens: int, chunks: int, bias: bool, lift: bool, mask
         known = end + 1 + looked
         now = end + 1
         if kind == "q":
-            lengths.append(max(now, ready, known, idle))
+            lengths.append(max(now, ready, 0 if long else known, idle))
+            closes.append(end)
             idle = 0
             emits, end, ready = _group(config, chunks, lift, plain)
             words.append(emits)
@@ -296,9 +313,12 @@ def _plan(config: Config, tokens: int, chunks: int, bias: bool, lift: bool, mask
         end, ready = int(taken_at[-1]), int(taken_at[-1]) + beats
     finished = max(end + 1, idle) + DRAIN_CYCLES
     lengths.append(max(finished, ready + 1))
+    closes.append(end)
     issued = np.array(words, dtype=np.int64)
     return LoadPlan(
         lengths=np.array(lengths, dtype=np.int64),
+        quick=long and not bias,
+        closes=np.array(closes, dtype=np.int64),
         valid=valid,
         done=finished,
         passes=issued[:, config.pass_steps - 1 : entries : config.pass_steps] + QUERY_CYCLES,
@@ -371,9 +391,10 @@ class LoaderModel:
                 if number >= 2:
                     clock = max(clock, self._slot_releases[number - 2] + 1)
             else:
-                clock = starts[-1] + self._tables[number].lengths[place - 1]
-                if self._ring >= self._config.query_groups:
-                    clock = max(clock, self._ring_releases[self._ring - self._config.query_groups] + 1)
+                table, size = self._tables[number], self._config.query_groups
+                release = self._ring_releases[self._ring - size] if self._ring >= size else None
+                early = table.quick and place > 1
+                clock = _begin(starts[-1], table.lengths[place - 1], table.closes[place - 1], early, release)
                 self._ring += 1
             starts.append(clock)
         return starts[segment]
@@ -384,6 +405,8 @@ class _Table:
     """A :class:`LoadPlan` as plain lists, by pass."""
 
     lengths: list[int]
+    quick: bool
+    closes: list[int]
     valid: int
     done: int
     passes: list[list[int]]
@@ -402,6 +425,8 @@ def _table(config: Config, tokens: int, chunks: int, bias: bool, lift: bool, mas
     last = slice(config.pass_steps - 1, None, config.pass_steps)
     return _Table(
         lengths=load.lengths.tolist(),
+        quick=load.quick,
+        closes=load.closes.tolist(),
         valid=load.valid,
         done=load.done,
         passes=np.concatenate([load.passes, load.whole[:, np.newaxis]], axis=1).tolist(),
