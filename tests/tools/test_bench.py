@@ -34,7 +34,7 @@ BASE: dict[str, Any] = {
     "width": 13,
     "modes": ["dot", "riemannian"],
     "masks": ["none", "causal+blocks", "padding", "empty"],
-    "widths": {"operand": 8, "probability": 12, "lifted": 9, "output": 16},
+    "widths": {"operand": 8, "probability": 12, "lifted": Config.load("tiny").lifted_bits, "output": 16},
     "seed": 5,
 }
 
