@@ -189,7 +189,7 @@ def test_from_descriptor_refuses() -> None:
 
 def test_table_of_the_docs() -> None:
     """The table in the contract is the one that the code uses."""
-    text = (Path(__file__).parents[2] / "docs" / "tile.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "interface.md").read_text(encoding="utf-8")
     assert descriptor_table() in text
 
 

@@ -102,6 +102,7 @@ def test_queries_follow_the_formulas(name: str) -> None:
     low, high = signed_range(config.row_bits)
     plain, lifted = got[:, :width], got[:, job.chunks(config) * config.block :]
     assert (np.abs(plain - np.clip(plain_real, low, high)) <= plain_slack + 1e-9).all()
+    low, high = signed_range(config.lifted_row_bits)
     assert (np.abs(lifted[:, : lifted_real.shape[1]] - np.clip(lifted_real, low, high)) <= lifted_slack + 1e-9).all()
     assert not lifted[:, lifted_real.shape[1] :].any()
     assert (np.abs(plain) > 0).mean() > 0.9 and (np.abs(lifted[:, : lifted_real.shape[1]]) > 2).mean() > 0.5
@@ -188,8 +189,9 @@ def test_saturations_are_counted() -> None:
         norm_scale=0, metric_norm_scale=32767,
     )  # fmt: skip
     rows, count = lift_queries(config, job, x, factors)
-    low, high = signed_range(config.row_bits)
-    assert count == int(((rows == low) | (rows == high)).sum()) > 3
+    plain, lifted = rows[:, : config.block], rows[:, config.block :]
+    edges = [(plain, signed_range(config.row_bits)), (lifted, signed_range(config.lifted_row_bits))]
+    assert count == sum(int(((part == low) | (part == high)).sum()) for part, (low, high) in edges) > 3
     lanes, beta, count = lift_keys(config, job, x, factors, None)
     low, high = signed_range(config.lifted_bits)
     assert set(np.unique(lanes[0, :15])) <= {low, high} and count == 15 + 1
@@ -330,10 +332,10 @@ def test_programs(name: str, kind: str) -> None:
         machine.run(p.programs["lift_queries"].code, width // config.segments - p.query_words)
         assert not machine.words
         want, _ = lift_queries(config, job, q, factors)
-        low, high = signed_range(config.row_bits)
         assert len(machine.emitted) == want.shape[1] // config.segments
         for n, (emit, values) in enumerate(machine.emitted):
             assert emit == (Emit.PLAIN if n < width // config.segments else Emit.LIFTED)
+            low, high = signed_range(config.row_bits if emit == Emit.PLAIN else config.lifted_row_bits)
             lanes = want[:, n * config.segments : (n + 1) * config.segments].T.reshape(-1)
             assert np.array_equal(np.clip(values, low, high), lanes)
 
