@@ -200,8 +200,8 @@ def test_utilisation_and_ratio_are_computed_from_the_cycles_of_the_rtl(monkeypat
 
 def test_bits_and_cycles_of_the_real_verilog_seed_5(monkeypatch: pytest.MonkeyPatch) -> None:
     # One simulator for both rows: the other tests use it too.
-    run_heads = hardware.run_heads
-    monkeypatch.setattr(hardware, "run_heads", lambda *given, **options: run_heads(*given, **options | {"cocotb": True}))
+    real = hardware.run_heads
+    monkeypatch.setattr(hardware, "run_heads", lambda *given, **options: real(*given, **options | {"cocotb": True}))
     case = Case.from_mapping(BASE | {"stalls": 0.25})
     bench = Bench()
     try:
