@@ -112,6 +112,8 @@ def emit(config: Config, *, target: Target = Target.GENERIC) -> Emitted:
     root = str(Path(__file__).resolve().parents[1])
     text = re.sub(re.escape(root) + r"/", "", text)
     text = re.sub(r'\(\* src = "[^"]*site-packages/', '(* src = "', text)
+    # The state of a machine is said to come from Python's own library.
+    text = re.sub(r'^ *\(\* src = "/[^"]*" \*\)\n', "", text, flags=re.MULTILINE)
     return Emitted(text, manifest(config, top, target))
 
 
