@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,17 +11,20 @@ from pathlib import Path
 
 import numpy as np
 
+import sim.bench
 from dtp.attention import golden
 from dtp.config import Config
 from dtp.job import SHIFT_BITS, ErrorCode, Job, StatusRecord, output_beats
 from dtp.quantise import Head, quantise
 from dtp.workload import Mode
 from rtl.attention import AttentionTile
-from rtl.emit import emit
+from rtl.emit import Emitted, emit
 from sim.bench import Backend, StreamJob, StreamResult, run_stream
+from sim.bench.toolchain import default_cache_dir, find_toolchain
 from tools.verbs import compare_outputs
 from tools.workloads import random_workload
 
+LINT = Path(sim.bench.__file__).parent / "lint.vlt"
 TINY = Config.load("tiny")
 CONFIGS = {
     "tiny": TINY,
@@ -139,10 +143,17 @@ def random_shapes(config: Config, count: int, seed: int, *, tokens: int) -> list
 
 
 @cache
+def design_of(config: Config) -> Emitted:
+    """The generated design of a configuration, made once a process."""
+    return emit(config)
+
+
+@cache
 def verilog_of(config: Config) -> Path:
-    """The generated Verilog of a configuration, in a folder that lives as long as the process."""
-    path = Path(_folder().name) / f"{config.hash}.v"
-    path.write_text(emit(config).verilog, encoding="utf-8")
+    """Its Verilog in a file that lives as long as the process."""
+    path = Path(_folder().name) / config.hash / "top.v"
+    path.parent.mkdir()
+    path.write_text(design_of(config).verilog, encoding="utf-8")
     return path
 
 
@@ -210,3 +221,20 @@ def packets_of(result: StreamResult) -> list[tuple[np.ndarray, np.ndarray]]:
     ends = (np.flatnonzero(result.last) + 1).tolist()
     starts = [0, *ends[:-1]]
     return [(result.data[a:b], result.user[a:b]) for a, b in zip(starts, ends, strict=True)]
+
+
+def lint(verilog: Path) -> str:
+    """What Verilator finds in a Verilog file with every warning on; what ``lint.vlt`` explains is left out."""
+    tools = find_toolchain()
+    command = ["--lint-only", "-Wall", "--top-module", "top", str(LINT), str(verilog)]
+    done = subprocess.run(
+        [str(tools.verilator), *command],
+        env=tools.environment(default_cache_dir()),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode != 0) == bool(done.stderr), done.returncode
+    return done.stderr
