@@ -251,7 +251,7 @@ class Loader(wiring.Component):
         m.d.comb += long_group.eq(chunks_less_1 >= enough)
         can_begin = entry_valid & (following_valid | long_group) & ~lift_busy
         quick = Signal()  # the next section, if it is a group of plain queries, has its place and its program already
-        m.d.sync += quick.eq(plain & ~flag["lift"] & ~lift_busy & (free != 0) & long_group)
+        m.d.sync += quick.eq(~flag["bias"] & (free != 0) & long_group)
         quickly = section_end & (following == Section.QUERY) & quick
         m.d.comb += claim.eq(((state == State.QUERY) & ~claimed & (free != 0) & can_begin) | quickly)
         m.d.sync += free.eq(free - claim + self.q_release)

@@ -162,6 +162,7 @@ class Bench:
         self.limit = limit
         self.dut = Loader(config)
         self.single = False  # one job at a time
+        self.late_release = False  # a slot is given back when two wait, or none comes any more
 
     def run(self) -> Trace:
         simulator = Simulator(self.dut)
@@ -225,17 +226,20 @@ class Bench:
                     if now[0] >= c.max_blocks and seen[slot] == [c.blocks(case.job.tokens), 0]:
                         assert done >> slot & 1
                         continue
+                    # Keys that were taken while a factor batch was lifted come all at once, other news one by one.
                     old = seen[slot]
-                    follows = [old[0], old[1] + 1]
-                    if follows[1] == entry_count[job]:
-                        follows = [old[0] + 1, 0]
-                    assert now == follows, f"{name} goes from {old} to {now}"
-                    self.trace.seen[name, job, *old] = cycle
-                    self._check("moving", words(slot, old[0])[old[1] : old[1] + 1])
-                    if name == "k" and case.job.bias and old[1] == 0:
-                        lifted, biases = case.lifted_words(slot, old[0])
-                        self._check("lifted", lifted)
-                        self._check("bias", biases)
+                    steps = 0
+                    while old != now:
+                        self.trace.seen[name, job, *old] = cycle
+                        self._check("moving", words(slot, old[0])[old[1] : old[1] + 1])
+                        if name == "k" and case.job.bias and old[1] == 0:
+                            lifted, biases = case.lifted_words(slot, old[0])
+                            self._check("lifted", lifted)
+                            self._check("bias", biases)
+                        old = [old[0], old[1] + 1] if old[1] + 1 < entry_count[job] else [old[0] + 1, 0]
+                        steps += 1
+                        assert old[0] <= now[0], f"{name} goes from {seen[slot]} to {now}"
+                    assert steps == 1 or (name == "k" and case.job.bias)
                     seen[slot] = now
             q_group, q_pass = ctx.get(dut.q_group), ctx.get(dut.q_pass)
             if (q_group - loaded) % (2 * c.query_groups) or q_pass != passes:
@@ -269,6 +273,8 @@ class Bench:
                 self.trace.ring_releases.append(cycle)
             oldest = answered % 2
             frees = bool(done >> oldest & 1) and running[oldest] == answered and self.random.random() >= self.hold
+            if self.late_release:
+                frees &= done == 3 or finished == len(self.packets)
             ctx.set(dut.release, int(frees))
             if frees:
                 running[oldest] = None
@@ -469,6 +475,21 @@ def test_stalls(stall: float, hold: float, seed: int) -> None:
         tokens, width = choice.randint(1, 30), choice.randint(1, 16)
         packets.append(packet(config, kind, tokens, width, number, masked=choice.random() < 0.5))
     Bench(config, packets, stall=stall, hold=hold, seed=seed).run()
+
+
+def test_two_finished_jobs_wait() -> None:
+    """What is there of a finished job stays there while the next one comes and ends, and a third one waits."""
+    config = preset("tiny")
+    packets = [packet(config, kind, 20 + n, 9, n) for n, kind in enumerate(("bias", "dot", "lift", "dot", "dot"))]
+    bench = Bench(config, packets, stall=0.1, seed=1)
+    bench.late_release = True
+    assert_timing_order(bench.run())
+
+
+def assert_timing_order(trace: Trace) -> None:
+    """A job is valid after the release of the one two before, which came after the job between was done."""
+    for number, release in enumerate(trace.slot_releases[:-2]):
+        assert trace.seen["done", number + 1] <= release < trace.seen["valid", number + 2]
 
 
 def test_every_length_and_width() -> None:
