@@ -128,7 +128,8 @@ class Walker(wiring.Component):
             now.is_values | Mux(now.is_lifted, now.lifted_number == c.lifted_passes - 1, last_plain & ~now.score.lift)
         )
         now_free = Signal()
-        m.d.comb += now_free.eq(~now_valid | (feed_takes & last_pass))
+        # A pass lasts longer than the register takes to be filled again.
+        m.d.comb += now_free.eq(~now_valid)
 
         score_turn = Signal()
         m.d.comb += score_turn.eq(~closed & (pending_count <= c.lookahead))

@@ -152,7 +152,7 @@ class _Walk:
             self.event = self.head_free = start
             self.loader.release_query(start)
             return
-        start = max(self.event + 1, visible, self.taken)
+        start = max(self.event + 1, visible, self.taken + 1)
         self.event = self.head_free = start
         now = start + 1
         sources = self.loader.query_passes(number, item.group)
@@ -177,7 +177,7 @@ class _Walk:
             self.event = self.normaliser.earliest(RecordKind.NULL, self.event + 1)
             self.normaliser.add(RecordKind.NULL, self.event, steps)
             return
-        wanted = start = max(self.event + 1, self.taken)
+        wanted = start = max(self.event + 1, self.taken + 1)
         if item.last:
             start = self.normaliser.earliest(RecordKind.DATA, start)
         self.event = start
