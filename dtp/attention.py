@@ -100,7 +100,7 @@ def golden(config: Config, head: Head) -> HeadResult:
         accumulators = np.broadcast_to(bias[span], (len(active), len(position[span]))).copy()
         for index in range(passes):
             lane = slice(index * block, (index + 1) * block)
-            shift = job.score_shift if index < chunks else job.lift_shift
+            shift = config.sum_shift + job.score_shift if index < chunks else config.lifted_sum_shift + job.lift_shift
             accumulators += round_shift(_exact(rows[active, lane], keys[span, lane].T), shift)
         pairs = np.broadcast_to(valid[span], accumulators.shape)
         if job.causal:

@@ -245,6 +245,17 @@ class Config(BaseModel):
         return self.row_bits + self.operand_bits
 
     @property
+    def sum_shift(self) -> int:
+        """Right shift of a plain pass's sum beside the job's: wide operands have bits below the score's fraction."""
+        return max(0, self.row_bits + self.operand_bits - SCORE_BITS)
+
+    @property
+    def lifted_sum_shift(self) -> int:
+        """The same of a lifted pass; the scale of a query's lifted lane leaves it no more than 13 bits."""
+        lane_bits = min(self.lifted_row_bits, 2 * SCALE_BITS - 1 - REGISTER_BITS)
+        return max(0, lane_bits + self.lifted_bits - SCORE_BITS)
+
+    @property
     def pass_steps(self) -> int:
         """Array steps of one score pass: the keys of a block, ``segments`` at a time."""
         return self.block // self.segments
@@ -367,8 +378,9 @@ class Config(BaseModel):
     def derived(self) -> dict[str, int]:
         """Every derived figure by name, for the manifest and the docs."""
         names = (
-            "segments", "macs", "row_bits", "moving_bits", "lifted_row_bits", "product_bits", "pass_steps",
-            "denominator_bits", "accumulator_bits", "accumulator_depth", "symmetric_lanes", "lifted_lanes",
+            "segments", "macs", "row_bits", "moving_bits", "lifted_row_bits", "product_bits", "sum_shift",
+            "lifted_sum_shift", "pass_steps", "denominator_bits", "accumulator_bits", "accumulator_depth",
+            "symmetric_lanes", "lifted_lanes",
             "lifted_passes", "lift_tokens", "entry_bytes", "entry_beats", "entry_words", "max_blocks",
             "max_groups", "max_chunks", "mask_row_bytes", "output_entry_bytes", "output_entry_beats",
             "output_fraction_bits",

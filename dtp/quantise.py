@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dtp.config import SCALE_BITS, SCORE_FRACTION_BITS, SHIFT_FIELD_BITS, Config
+from dtp.config import SCALE_BITS, SCORE_BITS, SCORE_FRACTION_BITS, SHIFT_FIELD_BITS, Config
 from dtp.errors import DtpError, must
 from dtp.fixed import Int, round_shift, signed_range
 from dtp.job import BIAS_WORD_BITS, KEY_SHIFT_BITS, Bytes, Job, pack_job
@@ -136,11 +136,11 @@ def _given(workload: Workload, name: str, head: int) -> float | None:
 
 
 def _scale(given: float | None, tensor: Real, bits: int) -> float:
-    """The scale that was given, or the one that lets the largest number just fit."""
+    """The scale that was given, or the one that lets the largest number just fit; zeros count as numbers around 1."""
     if given is not None:
         return given
     largest = float(np.abs(tensor).max(initial=0.0))
-    return largest / signed_range(bits)[1] if largest > 0 else 1.0
+    return (largest or 1.0) / signed_range(bits)[1]
 
 
 def _integers(tensor: Real, scale: float, bits: int) -> Int:
@@ -258,7 +258,7 @@ class _Search:
         largest_q = _scale(self.q_given, self.q[self.live], self.config.operand_bits)
         largest_factor = _scale(self.factor_given, self.factor[self.live], self.config.operand_bits)
         for shift in range(_MAX_SHIFT, -1, -1):
-            unit = 2.0 ** (SCORE_FRACTION_BITS + shift + p.query_shift)
+            unit = 2.0 ** (SCORE_FRACTION_BITS + self.config.sum_shift + shift + p.query_shift)
             # query_scale = κ s_q s_k unit
             self.q_scale, query_scale = _exact_factor(
                 largest_q, self.q_given is None, self.kappa * self.k_scale * unit, _MAX_UNSIGNED
@@ -286,7 +286,7 @@ class _Search:
             if np.abs(rows[self.live]).max(initial=0) <= self.row_limit or shift == 0:
                 return {"score_shift": shift, "query_scale": query_scale, "metric_scale": metric_scale}
         raise DtpError(
-            f"Workload.q of head {head} gives scores beyond ±{1 << (self.config.operand_bits + 1)}"
+            f"Workload.q of head {head} gives scores beyond ±{1 << (SCORE_BITS - SCORE_FRACTION_BITS - 1)}"
             " in the log2 domain: lower them, or raise the temperature"
         )
 
@@ -347,7 +347,7 @@ class _Search:
             "lift_outer_scale": outer_lanes * doubled,
         }
         for shift in range(_MAX_SHIFT, -1, -1):
-            unit = 2.0 ** (SCORE_FRACTION_BITS + shift)
+            unit = 2.0 ** (SCORE_FRACTION_BITS + self.config.lifted_sum_shift + shift)
             numbers = {name: round(value * unit * 2.0**p.lifted_shift) for name, value in real.items()}
             fits = all(abs(number) <= _MAX_SIGNED for number in numbers.values()) and all(
                 np.abs(round_shift(lanes[name][self.live] * numbers[name], p.lifted_shift)).max(initial=0)

@@ -34,7 +34,7 @@ def array_params(config: Config) -> ArrayParams:
         acc_depth=c.accumulator_depth,
         init_bits=BIAS_BITS,
         product_bound_bits=c.product_bits,
-        shift_max=(1 << SHIFT_FIELD_BITS) - 1,
+        shift_max=(1 << SHIFT_FIELD_BITS) - 1 + max(c.sum_shift, c.lifted_sum_shift),
         tag_bits=StepTag(c).size,
     )
 

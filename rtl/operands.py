@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amaranth.hdl import Cat, Module, Mux, Signal, signed, unsigned
+from amaranth.hdl import Cat, Module, Mux, Signal, Value, signed, unsigned
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -164,11 +164,15 @@ class OperandMemories(wiring.Component):
             tag.slot.eq(Mux(control.is_values, control.output_slot, control.buffer)),
             tag.number.eq(control.step_number),
         ]
+        shift: Value = control.shift
+        if c.sum_shift or c.lifted_sum_shift:
+            more = Mux(control.is_lifted, c.lifted_sum_shift, c.sum_shift)
+            shift = Mux(control.is_values, 0, control.shift + more)
         m.d.sync += [
             array_step.swap.eq(control.swap),
             array_step.addr.eq(control.address),
             array_step.first.eq(control.first),
-            array_step.shift.eq(control.shift),
+            array_step.shift.eq(shift),
             array_step.emit.eq(control.emit),
             array_step.tag.eq(tag),
         ]
