@@ -43,12 +43,12 @@ minilm: $(VENV)/dev.stamp
 $(VENV)/base.stamp: pyproject.toml
 	@echo "make: installing into $(VENV) (once, some minutes)"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(PIP) -e .
+	$(PIP) -e '.[reference]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/base.stamp
 	@echo "make: installing what the tests need into $(VENV)"
-	$(PIP) -e '.[dev,reference]'
+	$(PIP) -e '.[dev]'
 	@touch $@
 
 clean:
