@@ -2,7 +2,8 @@
 
 The model follows the passes of the array in their static order (``docs/tile.md`` §2) and keeps, for each, the cycles
 of its first and last step; loader, softmax and normaliser have models of their own. Source and sink never stall. The
-work is a few additions an operation, never a cycle.
+work is a few additions an operation, never a cycle; a row group that finds everything as one before it, with all of its
+operands loaded, takes the same course and is not walked through again.
 """
 
 from __future__ import annotations
@@ -74,6 +75,23 @@ class _Item:
     done: int = 0
 
 
+@dataclass
+class _Course:
+    """What a row group did, relative to the last step before it."""
+
+    records: list[tuple[RecordKind, int, int, Int | None, int]] = field(default_factory=list)
+    releases: list[int] = field(default_factory=list)
+    state: tuple[int, ...] = ()
+    ready: int = 0
+    done: list[int] = field(default_factory=list)
+    busy: int = 0
+    stalls: dict[str, int] = field(default_factory=dict)
+
+
+_STATE = ("head_free", "event", "taken", "moved", "first_step", "last_step", "scores_moved", "key_free")
+"""Members of a walk that are cycles and say how a group goes on."""
+
+
 class _Walk:
     """The three stages of :class:`rtl.walker.Walker`, in cycles. Names of members are cycles unless they count."""
 
@@ -95,6 +113,9 @@ class _Walk:
         self.key_free = -(1 << 30)  # softmax: the next item's first key may be read from here on
         self.starts: list[int] = []  # first steps of each run of pass_steps steps of the latest pass
         self.slot_free = -1  # the walker holds no finished job back from here on
+        self.courses: dict[tuple[object, ...], _Course] = {}
+        self.course: _Course | None = None  # of the group that is being walked through
+        self.base = 0
         self.busy = 0
         self.stalls = dict.fromkeys(("queries", "operands", "probabilities", "output", "issue"), 0)
 
@@ -116,6 +137,12 @@ class _Walk:
             items = [
                 _Item(group, block, place == 0, place == len(blocks) - 1) for place, block in enumerate(blocks)
             ] or [_Item(group, 0, True, True, null=True)]
+            key = self._key(number, group, ready, items, pending, chunks, passes) if group else None
+            if key in self.courses:
+                ready = self._repeat(self.courses[key], items, pending)
+                continue
+            busy, stalls = self.busy, dict(self.stalls)
+            self.base, self.course = self.last_step, _Course()
             for item in items:
                 written = max(ready, self.head_free)
                 ready = written + 1
@@ -124,6 +151,14 @@ class _Walk:
                 self._scores(number, item, passes, chunks, written + 1)
                 pending.append(item)
             ready += ROW_CYCLES - 1
+            if key is not None:
+                self.course.state = tuple(getattr(self, name) - self.base for name in _STATE)
+                self.course.ready = ready - self.base
+                self.course.done = [item.done - self.base for item in pending]
+                self.course.busy = self.busy - busy
+                self.course.stalls = {name: count - stalls[name] for name, count in self.stalls.items()}
+                self.courses[key] = self.course
+            self.course = None
         # The end marker of the job.
         written = max(ready - (ROW_CYCLES - 1), self.head_free)
         self.generator = written + 1
@@ -133,6 +168,62 @@ class _Walk:
         while pending:
             self._values(number, pending.popleft(), chunks)
         self._end(number)
+
+    def _key(
+        self,
+        number: int,
+        group: int,
+        ready: int,
+        items: list[_Item],
+        pending: deque[_Item],
+        chunks: int,
+        passes: int,
+    ) -> tuple[object, ...] | None:
+        """All that the course of a group depends on, None while operands are still being loaded."""
+        base = self.last_step
+        if items[0].null or self.loader.settled(number, group) > base:
+            return None
+        return (
+            len(items),
+            chunks,
+            passes,
+            ready - base,
+            tuple(getattr(self, name) - base for name in _STATE),
+            tuple((item.first, item.last, item.null, item.done - base) for item in pending),
+            self.normaliser.state(min(self.event, base)),
+            min(self.event, base) - base,
+        )
+
+    def _repeat(self, course: _Course, items: list[_Item], pending: deque[_Item]) -> int:
+        """A group that goes the same way as one before; when the next row of the mask is there."""
+        base = self.last_step
+        for kind, push, steps, values, group_valid in course.records:
+            moved = None if values is None else values + base
+            self.normaliser.add(kind, push + base, steps, moved, group_valid + base)
+        for cycle in course.releases:
+            self.loader.release_query(cycle + base)
+        for name, cycle in zip(_STATE, course.state, strict=True):
+            setattr(self, name, cycle + base)
+        self.busy += course.busy
+        for name, count in course.stalls.items():
+            self.stalls[name] += count
+        waiting = [*pending, *items][-len(course.done) :]
+        pending.clear()
+        for item, done in zip(waiting, course.done, strict=True):
+            item.done = done + base
+            pending.append(item)
+        return course.ready + base
+
+    def _record(self, kind: RecordKind, push: int, steps: int, values: Int | None = None, group_valid: int = 0) -> None:
+        self.normaliser.add(kind, push, steps, values, group_valid)
+        if self.course is not None:
+            moved = None if values is None else values - self.base
+            self.course.records.append((kind, push - self.base, steps, moved, group_valid - self.base))
+
+    def _release_query(self, cycle: int) -> None:
+        self.loader.release_query(cycle)
+        if self.course is not None:
+            self.course.releases.append(cycle - self.base)
 
     def _end(self, number: int) -> None:
         """The status record of a job, and its slot."""
@@ -150,7 +241,7 @@ class _Walk:
             loaded = self.loader.query_passes(number, item.group)[-1]
             start = max(self.event + 1, visible, loaded, self.scores_moved + 1)
             self.event = self.head_free = start
-            self.loader.release_query(start)
+            self._release_query(start)
             return
         start = max(self.event + 1, visible, self.taken + 1)
         self.event = self.head_free = start
@@ -164,7 +255,7 @@ class _Walk:
             now = self.taken + 1
         self.scores_moved = self.moved
         if item.last:
-            self.loader.release_query(fed)
+            self._release_query(fed)
         # Softmax: the keys of an item are read one a cycle, after the item before it.
         key = max(self.last_step + self.delay + self.softmax.issue_cycle, self.key_free)
         self.key_free = key + c.block
@@ -175,7 +266,7 @@ class _Walk:
         steps = chunks * c.pass_steps
         if item.null:
             self.event = self.normaliser.earliest(RecordKind.NULL, self.event + 1)
-            self.normaliser.add(RecordKind.NULL, self.event, steps)
+            self._record(RecordKind.NULL, self.event, steps)
             return
         wanted = start = max(self.event + 1, self.taken + 1)
         if item.last:
@@ -186,7 +277,7 @@ class _Walk:
         if item.last:
             results = np.concatenate([np.arange(s, s + c.pass_steps) for s in self.starts]) + self.delay
             group_valid = item.done + self.softmax.group_latency - self.softmax.latency
-            self.normaliser.add(RecordKind.DATA, start, steps, results, group_valid)
+            self._record(RecordKind.DATA, start, steps, results, group_valid)
 
     def _pass(self, now: int, source: int, operands: Sequence[int], name: str, idle: str = "issue") -> int:
         """Feeds and steps of one pass whose descriptor is there in cycle ``now``; returns the cycle of its last feed.

@@ -343,6 +343,7 @@ class LoaderModel:
         self._starts: list[list[int]] = [[] for _ in jobs]
         self._clock = config.entry_beats
         self._ring = 0
+        self._settled: dict[int, int] = {}
         self._slot_releases: list[int] = []
         self._ring_releases: list[int] = []
 
@@ -367,6 +368,14 @@ class LoaderModel:
         """Plain passes of a query group, then the whole group."""
         start = self._start(number, 1 + group)
         return [start + offset for offset in self._tables[number].passes[group]]
+
+    def settled(self, number: int, group: int) -> int:
+        """All keys and values of a job, and a query group: nothing waits for them from here on."""
+        if number not in self._settled:
+            table = self._tables[number]
+            blocks = (*table.keys, *table.values)
+            self._settled[number] = max(self._start(number, segment) + offsets[-1] for segment, offsets in blocks)
+        return max(self._settled[number], self.query_passes(number, group)[-1])
 
     def key_passes(self, number: int, block: int) -> list[int]:
         """Plain passes of a key block."""

@@ -119,6 +119,7 @@ class NormaliserModel:
         self._params = NormaliserParams(config)
         self._before = -(1 << 40) if busy_until is None else busy_until
         self._slots = config.output_slots
+        self._reciprocal_cycles = self._params.reciprocal_cycles
         self._beats: list[Int] = []
         self._first: list[int] = []
         self._last: list[int] = []
@@ -145,7 +146,7 @@ class NormaliserModel:
         order = np.arange(words)
         if kind == RecordKind.DATA:
             assert values is not None
-            start = max(start, group_valid + p.reciprocal_cycles)
+            start = max(start, group_valid + self._reciprocal_cycles)
             earliest = np.maximum(np.repeat(values + p.value_cycles, p.step_words), start)
             issue = np.maximum.accumulate(earliest - order) + order
         else:
@@ -160,6 +161,13 @@ class NormaliserModel:
         if kind == RecordKind.STATUS:
             self._status.append(freed)
         self._beats.append(issue[p.beat_words - 1 :: p.beat_words] + p.issue_cycles)
+
+    def state(self, base: int) -> tuple[tuple[int, ...], ...]:
+        """All that the records to come depend on if none is pushed up to cycle ``base``, relative to it."""
+        depth = self._params.record_depth
+        parts = ([self._before], self._last[-depth:], self._data[-self._slots :], self._status[-1:])
+        # Cycles before the base are as good as none; the others are the last of each list, which never falls.
+        return tuple(tuple(cycle - base for cycle in part if cycle >= base) for part in parts)
 
     def beats(self) -> Int:
         """Cycle of every output beat so far."""
