@@ -252,8 +252,12 @@ class Loader(wiring.Component):
         can_begin = entry_valid & (following_valid | long_group) & ~lift_busy
         quick = Signal()  # the next section, if it is a group of plain queries, has its place and its program already
         m.d.sync += quick.eq(~flag["bias"] & (free != 0) & long_group)
-        quickly = section_end & (following == Section.QUERY) & quick
-        m.d.comb += claim.eq(((state == State.QUERY) & ~claimed & (free != 0) & can_begin) | quickly)
+        quickly = counted & number_last & (following == Section.QUERY) & quick
+        begin_group = Signal()
+        m.d.comb += [
+            begin_group.eq((state == State.QUERY) & ~claimed & (free != 0) & can_begin),
+            claim.eq(begin_group | quickly),
+        ]
         m.d.sync += free.eq(free - claim + self.q_release)
 
         fault = Signal(ERROR_BITS)
@@ -309,12 +313,12 @@ class Loader(wiring.Component):
                         m.d.sync += [*first_section, self.job_valid.bit_select(slot, 1).eq(1)]
             with m.Case(State.QUERY):
                 m.d.comb += [
-                    lift.start.eq(claim & ~plain),
+                    lift.start.eq(begin_group & ~plain),
                     lift.entry.eq(Mux(flag["lift"], program["lift_queries"], program["queries"])),
                     lift.count.eq(query_words - lift.params.query_words),
                     section_end.eq(Mux(flag["lift"], claimed & lift.done, word_end & number_last)),
                 ]
-                with m.If(claim):
+                with m.If(begin_group):
                     m.d.sync += [claimed.eq(1), lift_busy.eq(flag["lift"]), plain.eq(~flag["lift"])]
                 with m.If(factors & word_end):
                     m.d.sync += factors.eq(~lift.flush)
