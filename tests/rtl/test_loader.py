@@ -480,7 +480,8 @@ def test_stalls(stall: float, hold: float, seed: int) -> None:
 def test_two_finished_jobs_wait() -> None:
     """What is there of a finished job stays there while the next one comes and ends, and a third one waits."""
     config = preset("tiny")
-    packets = [packet(config, kind, 20 + n, 9, n) for n, kind in enumerate(("bias", "dot", "lift", "dot", "dot"))]
+    shapes = (("bias", 20), ("dot", 5), ("lift", 30), ("dot", 9), ("dot", 1))
+    packets = [packet(config, kind, tokens, 9, n) for n, (kind, tokens) in enumerate(shapes)]
     bench = Bench(config, packets, stall=0.1, seed=1)
     bench.late_release = True
     assert_timing_order(bench.run())
