@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dtp.config import BIAS_BITS, SHIFT_FIELD_BITS, Config
 from dtp.errors import must
 from dtp.fixed import Int, round_shift, signed_range
 
@@ -100,6 +101,24 @@ class ArrayParams:
             raise must(owner, "acc_bits", f"from {self.sum_bits} (one sum) to 48", self.acc_bits)
         if not 2 <= self.init_bits <= self.acc_bits:
             raise must(owner, "init_bits", f"from 2 to acc_bits {self.acc_bits}", self.init_bits)
+
+    @classmethod
+    def of(cls, config: Config, *, tag_bits: int = 8) -> ArrayParams:
+        """The array of a tile."""
+        c = config
+        return cls(
+            rows=c.rows,
+            segments=c.segments,
+            block=c.block,
+            row_bits=c.row_bits,
+            moving_bits=c.moving_bits,
+            acc_bits=c.accumulator_bits,
+            acc_depth=c.accumulator_depth,
+            init_bits=BIAS_BITS,
+            product_bound_bits=c.product_bits,
+            shift_max=(1 << SHIFT_FIELD_BITS) - 1 + max(c.sum_shift, c.lifted_sum_shift),
+            tag_bits=tag_bits,
+        )
 
     # Widths
 

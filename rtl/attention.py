@@ -7,7 +7,7 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out, connect, flipped
 
 from dtp.array import ArrayParams
-from dtp.config import BIAS_BITS, SHIFT_FIELD_BITS, Config
+from dtp.config import Config
 from dtp.job import STATUS_BYTES, ErrorCode, StatusRecord, descriptor_offset
 from rtl.array import MacArray
 from rtl.layouts import StepTag
@@ -23,20 +23,7 @@ __all__ = ["AttentionTile", "InputLayout", "OutputLayout", "array_params"]
 
 def array_params(config: Config) -> ArrayParams:
     """Parameters of the array inside a tile."""
-    c = config
-    return ArrayParams(
-        rows=c.rows,
-        segments=c.segments,
-        block=c.block,
-        row_bits=c.row_bits,
-        moving_bits=c.moving_bits,
-        acc_bits=c.accumulator_bits,
-        acc_depth=c.accumulator_depth,
-        init_bits=BIAS_BITS,
-        product_bound_bits=c.product_bits,
-        shift_max=(1 << SHIFT_FIELD_BITS) - 1 + max(c.sum_shift, c.lifted_sum_shift),
-        tag_bits=StepTag(c).size,
-    )
+    return ArrayParams.of(config, tag_bits=StepTag(config).size)
 
 
 class InputLayout(data.StructLayout):

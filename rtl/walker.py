@@ -299,7 +299,8 @@ class Walker(wiring.Component):
                     ]
                     # A slot that is about to be given back still says that its old job is there.
                     with m.If(self.job_valid.bit_select(slot, 1) & ~(ending & (ending_slot == slot))):
-                        with m.If(job.error != 0):
+                        # A code with one of the low four bits refuses the job: ErrorCode.refuses.
+                        with m.If(job.error[:4] != 0):
                             m.next = "end"
                         with m.Else():
                             m.next = "row"

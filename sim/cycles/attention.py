@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dtp.array import MULTIPLIER_CYCLES
+from dtp.array import ArrayParams
 from dtp.attention import kept_blocks
 from dtp.config import Config
 from dtp.fixed import Int
@@ -50,12 +50,6 @@ class Prediction:
     total_cycles: int
     array_busy_cycles: int
     stalls: dict[str, int] = field(default_factory=dict)
-
-
-def array_latency(config: Config) -> int:
-    """Cycles from a step at the array's ports to its result: port, multiplier, tree, shift, accumulator."""
-    tree = (config.block - 1).bit_length()
-    return 1 + MULTIPLIER_CYCLES + tree + 2
 
 
 def predict(config: Config, heads: Sequence[Head]) -> Prediction:
@@ -101,7 +95,7 @@ class _Walk:
         self.loader = LoaderModel(config, [head.job for head in heads])
         self.normaliser = NormaliserModel(config)
         self.softmax = SoftmaxParams(config)
-        self.delay = OPERAND_READ_CYCLES + array_latency(config)
+        self.delay = OPERAND_READ_CYCLES + ArrayParams.of(config).latency
         self.generator = 0  # the generator looks for the next job from here on
         self.head_free = -1  # the item register is free from here on
         self.event = -1  # last push or pop of an item

@@ -10,8 +10,8 @@ from amaranth.sim import Simulator
 import rtl.attention
 from dtp.job import output_beats
 from dtp.workload import Mode
-from rtl.attention import AttentionTile, array_params
-from sim.cycles.attention import array_latency, predict
+from rtl.attention import AttentionTile
+from sim.cycles.attention import predict
 from tests.tile import CONFIGS, TINY, Shape, check_jobs, heads_of, random_shapes, run_jobs
 
 TOKENS = {"tiny": 64, "narrow": 48, "wide16": 32, "bytes": 24}
@@ -30,11 +30,6 @@ def test_every_output_beat_comes_when_predicted(name: str, seed: int) -> None:
     measured = result.cycles - result.first_input_cycle
     assert (prediction.beat_cycles == measured).all()
     assert prediction.total_cycles == measured[-1] + 1
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_latency_of_the_array(name: str) -> None:
-    assert array_latency(CONFIGS[name]) == array_params(CONFIGS[name]).latency
 
 
 STALLED = {
