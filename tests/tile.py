@@ -119,7 +119,9 @@ def _wild(config: Config, shape: Shape, rng: np.random.Generator) -> Head:
 
 def heads_of(config: Config, shapes: Sequence[Shape], seed: int) -> list[Head]:
     """Jobs with tags of their own."""
-    return [head_of(config, shape, 100 * seed + n, tag=(0x101 * seed + n + 1) & 0xFFFF) for n, shape in enumerate(shapes)]
+    return [
+        head_of(config, shape, 100 * seed + n, tag=(0x101 * seed + n + 1) & 0xFFFF) for n, shape in enumerate(shapes)
+    ]
 
 
 def random_shapes(config: Config, count: int, seed: int, *, tokens: int) -> list[Shape]:

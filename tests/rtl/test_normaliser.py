@@ -169,7 +169,7 @@ def _simulate(
                 ctx.set(port, int(random.integers(2)))
             for port in (dut.i_slot, dut.i_step):
                 ctx.set(port, int(random.integers(1 << len(port))))
-            ctx.set(dut.record.payload.kind, HardwareKind(int(random.integers(3))))
+            ctx.set(dut.record.payload.kind, int(random.integers(3)))
             ctx.set(dut.record.payload.steps, config.pass_steps)
             ctx.set(dut.saturations, 3)
             await ctx.tick()
@@ -195,7 +195,7 @@ def _simulate(
             kind = records[next_record].kind if next_record < len(records) else RecordKind.NULL
             if next_record < len(records):
                 record = records[next_record]
-                ctx.set(dut.record.payload.kind, HardwareKind(int(record.kind)))
+                ctx.set(dut.record.payload.kind, int(record.kind))
                 ctx.set(dut.record.payload.steps, record.steps)
                 ctx.set(dut.record.payload.live_rows, (1 << record.live) - 1)
                 ctx.set(dut.record.payload.tag, record.tag)
