@@ -67,7 +67,7 @@ def _fpga(bench: Bench, cases: Sequence[Case], figure: str) -> Measured:
     if figure == "clock":
         met = report.routed and report.fmax_mhz is not None and report.fmax_mhz >= LEAST_MHZ
         clock = "packed, not routed" if report.fmax_mhz is None else f"{report.fmax_mhz:.1f} MHz routed"
-        text = f"{clock}, {report.device}, seed {report.seed}"
+        text = f"{clock}, {report.device}" + (f", seed {report.seed}" if report.routed else "")
     elif figure == "lut4":
         met = report.lut4 <= LUT4_PER_MAC * config.macs
         text = f"{report.lut4 / config.macs:.1f} ({report.lut4:,} LUT4)"
