@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amaranth.hdl import Module, Mux, ResetInserter, Signal, unsigned
+from amaranth.hdl import Cat, Module, Mux, ResetInserter, Signal, Value, unsigned
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out, connect, flipped
 
@@ -204,12 +204,17 @@ class AbortGate(wiring.Component):
         # Beats of the job so far; stands still behind the tag.
         behind = (descriptor_offset("tag") + 1) // c.input_bytes + 1
         beat = Signal(range(behind + 1))
-        for byte in range(2):
-            place = descriptor_offset("tag") + byte
+        # A tag that comes in two beats counts when it is whole.
+        place = descriptor_offset("tag")
+        low: Value = self.i.payload.data.word_select(place % c.input_bytes, 8)
+        if place // c.input_bytes != (place + 1) // c.input_bytes:
+            first = Signal(8)
             with m.If(taken & ~dropping & (beat == place // c.input_bytes)):
-                m.d.sync += tag.word_select(byte, 8).eq(
-                    self.i.payload.data.word_select(place % c.input_bytes, 8)
-                )
+                m.d.sync += first.eq(low)
+            low = first
+        high = self.i.payload.data.word_select((place + 1) % c.input_bytes, 8)
+        with m.If(taken & ~dropping & (beat == (place + 1) // c.input_bytes)):
+            m.d.sync += tag.eq(Cat(low, high))
         with m.If(taken):
             m.d.sync += beat.eq(Mux(self.i.payload.last, 0, Mux(beat == behind, beat, beat + 1)))
 
