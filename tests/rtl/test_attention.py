@@ -416,7 +416,7 @@ class AbortPattern(wiring.Component):
         return m
 
 
-@pytest.mark.parametrize("pattern", ["11", "101", "1" * 9, "1" + "0" * 30 + "1"])
+@pytest.mark.parametrize("pattern", ["101", "1" * 9, "1" + "0" * 30 + "1"])
 def test_aborts_close_together(pattern: str) -> None:
     """The first record answers every abort that comes before it has left; a later abort gets one of its own."""
     run = undisturbed("tiny", 0.0, 0.0)
