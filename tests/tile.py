@@ -18,10 +18,10 @@ from dtp.job import SHIFT_BITS, ErrorCode, Job, StatusRecord, output_beats
 from dtp.quantise import Head, quantise
 from dtp.workload import Mode
 from rtl.attention import AttentionTile
-from rtl.emit import Emitted, emit
+from rtl.emit import Emitted
 from sim.bench import Backend, StreamJob, StreamResult, run_stream
 from sim.bench.toolchain import default_cache_dir, find_toolchain
-from tools.verbs import compare_outputs
+from tools.verbs import compare_outputs, emitted
 from tools.workloads import random_workload
 
 LINT = Path(sim.bench.__file__).parent / "lint.vlt"
@@ -147,7 +147,8 @@ def random_shapes(config: Config, count: int, seed: int, *, tokens: int) -> list
 @cache
 def design_of(config: Config) -> Emitted:
     """The generated design of a configuration, made once a process."""
-    return emit(config)
+    made: Emitted = emitted(config)  # the command's own, which keeps it too
+    return made
 
 
 @cache
