@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from amaranth.hdl import Cat, Module, Mux, Signal, Value, unsigned
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.memory import Memory
@@ -143,14 +145,26 @@ class Walker(wiring.Component):
 
         record = self.record.payload
         oldest_job = self.jobs[oldest.slot]
-        now_next = {
-            "is_first": 1,
-            "is_lifted": 0,
-            "number": 0,
-            "lifted_number": 0,
-            "output_slot": output_slot,
-            "score": score,
-        }
+
+        def start(item: data.View, is_values: int, buffer: Signal) -> list[Any]:
+            """The first pass of an item's scores or values becomes the next one."""
+            return [
+                now_valid.eq(1),
+                now.is_values.eq(is_values),
+                now.is_first.eq(1),
+                now.is_lifted.eq(0),
+                now.number.eq(0),
+                now.lifted_number.eq(0),
+                now.buffer.eq(buffer),
+                now.output_slot.eq(output_slot),
+                now.first_of_group.eq(item.first),
+                now.last_of_group.eq(item.last),
+                now.slot.eq(item.slot),
+                now.block.eq(item.block),
+                now.chunks.eq(item.chunks),
+                now.score.eq(score),
+            ]
+
         m.d.comb += [
             record.slot.eq(output_slot),
             record.steps.eq(oldest.chunks << _log2(c.pass_steps)),
@@ -183,17 +197,7 @@ class Walker(wiring.Component):
                         m.d.comb += [push.eq(1), head_taken.eq(1), null_release.eq(1)]
                 with m.Elif(now_free):
                     m.d.comb += [push.eq(1), head_taken.eq(1)]
-                    m.d.sync += [
-                        now_valid.eq(1),
-                        now.is_values.eq(0),
-                        now.buffer.eq(score_slot),
-                        now.first_of_group.eq(head.first),
-                        now.last_of_group.eq(head.last),
-                        now.slot.eq(head.slot),
-                        now.block.eq(head.block),
-                        now.chunks.eq(head.chunks),
-                        *(now[name].eq(value) for name, value in now_next.items()),
-                    ]
+                    m.d.sync += start(head, 0, score_slot)
                     _count(m, score_slot, c.lookahead + 1)
         with m.Elif(pending_count != 0):
             with m.If(oldest.is_end):
@@ -215,17 +219,7 @@ class Walker(wiring.Component):
                 m.d.comb += [record.kind.eq(RecordKind.DATA), self.record.valid.eq(oldest.last)]
                 with m.If(self.record.ready | ~oldest.last):
                     m.d.comb += pop.eq(1)
-                    m.d.sync += [
-                        now_valid.eq(1),
-                        now.is_values.eq(1),
-                        now.buffer.eq(value_slot),
-                        now.first_of_group.eq(oldest.first),
-                        now.last_of_group.eq(oldest.last),
-                        now.slot.eq(oldest.slot),
-                        now.block.eq(oldest.block),
-                        now.chunks.eq(oldest.chunks),
-                        *(now[name].eq(value) for name, value in now_next.items()),
-                    ]
+                    m.d.sync += start(oldest, 1, value_slot)
                     _count(m, value_slot, c.lookahead + 1)
                     with m.If(oldest.last):
                         _count(m, output_slot, c.output_slots)
