@@ -78,6 +78,7 @@ class Config(BaseModel):
     lift_ports: Count  # lifted lanes written to the key memory in a cycle, a key
     output_slots: Count  # row groups that may wait for the output
     query_groups: Count  # row groups of scaled queries that the ring holds
+    operand_read_cycles: Count  # from the walk to the array: 2, or 4 with registers around the operand memories
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -206,6 +207,8 @@ class Config(BaseModel):
             raise must("Config", "lift_ports", f"at most block {self.block}", self.lift_ports)
         if self.query_groups <= self.lookahead:
             raise must("Config", "query_groups", f"more than lookahead {self.lookahead}", self.query_groups)
+        if self.operand_read_cycles not in (2, 4):
+            raise must("Config", "operand_read_cycles", "2 or 4", self.operand_read_cycles)
         if self.row_bits > REGISTER_BITS:
             raise must("Config", "probability_bits", f"at most {REGISTER_BITS - 1}", self.probability_bits)
 

@@ -112,8 +112,8 @@ class AttentionTile(wiring.Component):
 
         # Memories, softmax, array.
         m.d.comb += [
-            softmax.p_slot.eq(walker.feed.buffer),
-            softmax.p_feed.eq(walker.feed.number),
+            softmax.p_slot.eq(operands.p_slot),
+            softmax.p_feed.eq(operands.p_feed),
             operands.probabilities.eq(softmax.p_data),
             softmax.rescale_slot.eq(operands.rescale_slot),
             operands.rescale.eq(softmax.rescale),

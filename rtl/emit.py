@@ -18,7 +18,6 @@ from dtp.normaliser import NormaliserParams
 from dtp.softmax import SoftmaxParams
 from rtl.attention import AttentionTile, array_params
 from rtl.lib.multiplier import Target
-from rtl.operands import READ_CYCLES
 
 __all__ = ["Emitted", "Top", "emit"]
 
@@ -142,7 +141,7 @@ def manifest(config: Config, top: Top, target: Target) -> dict[str, Any]:
             for name, (signal, direction) in top.ports.items()
         ],
         "latencies": {
-            "operand_read_cycles": READ_CYCLES,
+            "operand_read_cycles": config.operand_read_cycles,
             "array_cycles": array.latency,
             "softmax": SoftmaxParams(config).latencies,
             "normaliser": NormaliserParams(config).latencies,

@@ -13,11 +13,7 @@ from rtl.layouts import FeedLayout, StepControlLayout, StepTag
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Target
 
-__all__ = ["READ_CYCLES", "OperandMemories", "WriteLayout"]
-
-READ_CYCLES = 2
-"""Cycles from a read address of the walker to the operand at the array: memory and register."""
-
+__all__ = ["OperandMemories", "WriteLayout"]
 
 class WriteLayout(data.StructLayout):
     """One write of ``data_bits`` bits to a memory of ``depth`` words, ``enables`` write enables wide."""
@@ -35,8 +31,10 @@ class WriteLayout(data.StructLayout):
 class OperandMemories(wiring.Component):
     """Keys, values, lifted keys, biases and scaled queries; addresses as in ``docs/tile.md`` §7.
 
-    A read takes :data:`READ_CYCLES`; every memory takes a write and a read each cycle. A word that is read while it is
-    written is undefined: the loader tells the walker of a word only after its write.
+    A read takes ``operand_read_cycles``: memory and register; where there are four, addresses (of writes too) and read
+    words have a register of their own beside the memories, which lie all over a chip. Every memory takes a write and a
+    read each cycle. A word that is read while it is written is undefined: the loader tells the walker of a word only
+    after its write.
 
     Parameters
     ----------
@@ -49,7 +47,8 @@ class OperandMemories(wiring.Component):
     moving_write, lifted_write, bias_write, query_write: In(:class:`WriteLayout`); a lifted write has an enable for each
         lane of a segment
     feed, step: In, addresses and control from the walker
-    probabilities: In(rows × segments, unsigned), what the softmax read for the feed of :data:`READ_CYCLES` ago
+    probabilities: In(rows × segments, unsigned), what the softmax read for the feed of ``operand_read_cycles`` ago
+    p_slot, p_feed: Out, what the softmax has to read for that, two cycles before
     rescale: In(rows × 5), of the probability buffer ``rescale_slot``
     rescale_slot: Out, in the cycle before it is used
     feed_valid, feed_data, step_valid, array_step, array_rescale: Out, ports of the array
@@ -75,6 +74,8 @@ class OperandMemories(wiring.Component):
                 "feed": In(FeedLayout(c)),
                 "step": In(StepControlLayout(c, array)),
                 "probabilities": In(data.ArrayLayout(probabilities, c.rows)),
+                "p_slot": Out(range(c.lookahead + 1)),
+                "p_feed": Out(range(c.pass_steps)),
                 "rescale": In(data.ArrayLayout(unsigned(RESCALE_BITS), c.rows)),
                 "rescale_slot": Out(range(c.lookahead + 1)),
                 "feed_valid": Out(1),
@@ -90,11 +91,12 @@ class OperandMemories(wiring.Component):
         c = self.config
         a = self.array
 
-        # First cycle: the memories.
-        plain = Signal(data.ArrayLayout(data.ArrayLayout(signed(c.operand_bits), c.block), c.segments))
-        lifted = Signal(data.ArrayLayout(data.ArrayLayout(signed(c.lifted_bits), c.block), c.segments))
-        bias = Signal(data.ArrayLayout(signed(BIAS_BITS), c.segments))
-        query = Signal(data.ArrayLayout(data.ArrayLayout(signed(c.row_bits), c.segments), c.rows))
+        # Addresses; then the memories; words and what belongs to them; then a choice, registered.
+        extra = c.operand_read_cycles - 2
+        plain = data.ArrayLayout(data.ArrayLayout(signed(c.operand_bits), c.block), c.segments)
+        lifted = data.ArrayLayout(data.ArrayLayout(signed(c.lifted_bits), c.block), c.segments)
+        bias = data.ArrayLayout(signed(BIAS_BITS), c.segments)
+        query = data.ArrayLayout(data.ArrayLayout(signed(c.row_bits), c.segments), c.rows)
         step = self.step
         feed = self.feed
 
@@ -105,59 +107,46 @@ class OperandMemories(wiring.Component):
         )
         half = _address_bits(self.moving_depth // 4)
         assert len(key_address) == len(value_address) == half  # both regions are a quarter of the memory
-        self._memory(
-            m,
-            "moving",
-            self.moving_depth,
-            len(plain.as_value()),
-            self.moving_write,
-            Cat(Mux(step.is_values, value_address, key_address), step.is_values, step.slot),
-            plain.as_value(),
-        )
+        address = Cat(Mux(step.is_values, value_address, key_address), step.is_values, step.slot)
         lifted_address = step.slot * c.lifted_passes + step.lifted_number
-        self._memory(
+        plain_word = self._memory(m, "moving", self.moving_depth, plain, self.moving_write, address)
+        lifted_word = self._memory(
             m,
             "lifted",
             self.lifted_depth,
-            len(lifted.as_value()),
+            lifted,
             self.lifted_write,
             Cat(step.key_number, lifted_address)[: _address_bits(self.lifted_depth)],
-            lifted.as_value(),
         )
-        self._memory(
-            m,
-            "bias",
-            self.bias_depth,
-            len(bias.as_value()),
-            self.bias_write,
-            Cat(step.key_number, step.slot),
-            bias.as_value(),
-        )
-        self._memory(
-            m,
-            "query",
-            self.query_depth,
-            len(query.as_value()),
-            self.query_write,
-            feed.query_address,
-            query.as_value(),
-        )
-        control = Signal.like(step)
-        m.d.sync += control.eq(step)
+        bias_word = self._memory(m, "bias", self.bias_depth, bias, self.bias_write, Cat(step.key_number, step.slot))
+        query_word = self._memory(m, "query", self.query_depth, query, self.query_write, feed.query_address)
+        sooner, control = step, Signal.like(step)
+        for stage in range(extra):
+            late = Signal.like(step, name=f"step_{stage}")
+            m.d.sync += late.eq(sooner)
+            sooner = late
+        m.d.sync += control.eq(sooner)
         m.d.comb += self.rescale_slot.eq(control.buffer)
+        asked = Cat(feed.buffer, feed.number)
+        taken = Cat(feed.valid, feed.is_values)
+        for stage in range(extra):
+            asked_late = Signal(len(asked), name=f"asked_{stage}")
+            taken_late = Signal(len(taken), name=f"taken_{stage}")
+            m.d.sync += [asked_late.eq(asked), taken_late.eq(taken)]
+            asked, taken = asked_late, taken_late
+        m.d.comb += Cat(self.p_slot, self.p_feed).eq(asked)
         feed_valid = Signal()
         feeds_values = Signal()
-        m.d.sync += [feed_valid.eq(feed.valid), feeds_values.eq(feed.is_values)]
+        m.d.sync += Cat(feed_valid, feeds_values).eq(taken)
 
-        # Second cycle: choose and register.
         array_step = self.array_step
         m.d.sync += [self.step_valid.eq(control.valid), self.feed_valid.eq(feed_valid)]
         for segment in range(c.segments):
             for lane in range(c.block):
                 m.d.sync += array_step.data[segment][lane].eq(
-                    Mux(control.is_lifted, lifted[segment][lane], plain[segment][lane])
+                    Mux(control.is_lifted, lifted_word[segment][lane], plain_word[segment][lane])
                 )
-            m.d.sync += array_step.init[segment].eq(Mux(control.has_bias, bias[segment], 0))
+            m.d.sync += array_step.init[segment].eq(Mux(control.has_bias, bias_word[segment], 0))
         tag = Signal(StepTag(c))
         m.d.comb += [
             tag.is_values.eq(control.is_values),
@@ -179,22 +168,29 @@ class OperandMemories(wiring.Component):
         for row in range(c.rows):
             m.d.sync += self.array_rescale[row].eq(Mux(control.is_values, self.rescale[row], 0))
 
-        query_late = Signal.like(query)
+        query_late = Signal(query)
         values_late = Signal()
-        m.d.sync += [query_late.eq(query), values_late.eq(feeds_values)]
+        m.d.sync += [query_late.eq(query_word), values_late.eq(feeds_values)]
         for row in range(c.rows):
             for segment in range(c.segments):
                 m.d.comb += self.feed_data[row][segment].eq(
                     Mux(values_late, self.probabilities[row][segment], query_late[row][segment])
                 )
-        assert READ_CYCLES == 2 and a.rows == c.rows  # the registers above are those cycles
+        assert a.rows == c.rows
         return m
 
     def _memory(
-        self, m: Module, name: str, depth: int, width: int, write: data.View, address: object, out: object
-    ) -> None:
-        """One memory with a write port of the loader and a read port of the walker."""
+        self, m: Module, name: str, depth: int, layout: data.Layout, write: data.View, address: Value
+    ) -> data.View:
+        """One memory with a write port of the loader and a read port of the walker; the word that was read."""
         enables = len(write.en)
+        width = layout.size
+        registered = self.config.operand_read_cycles == 4
+        if registered:
+            write_late = Signal.like(write, name=f"{name}_write_late")
+            address_late = Signal(len(address), name=f"{name}_address_late")
+            m.d.sync += [write_late.eq(write), address_late.eq(address)]
+            write, address = write_late, address_late
         # One enable a lane, repeated for every segment.
         lane = None if enables == 1 else width // (enables * self.config.segments)
         memory = BlockMemory(m, name, width, depth, granularity=lane, target=self._target)
@@ -203,8 +199,13 @@ class OperandMemories(wiring.Component):
             memory.write.addr.eq(write.addr),
             memory.write.data.eq(write.data),
             memory.address.eq(address),
-            out.eq(memory.data),  # type: ignore[attr-defined]
         ]
+        word = data.View(layout, memory.data)
+        if registered:
+            late = Signal(layout, name=f"{name}_word", reset_less=True)
+            m.d.sync += late.eq(word)
+            word = late
+        return word
 
 
 def _address_bits(depth: int) -> int:

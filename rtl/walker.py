@@ -34,7 +34,7 @@ class Walker(wiring.Component):
     before, so passes of at least ``block / segments`` steps follow each other without an idle cycle. A masked block
     never becomes a pass.
 
-    Stalls: a feed waits for its queries (``q_group``, ``q_pass``) or probabilities (``done``); every
+    News of what is there counts a cycle later. Stalls: a feed waits for its queries (``q_group``, ``q_pass``) or probabilities (``done``); every
     ``block / segments`` steps wait for their keys or values (``k_*``, ``v_*``); the last P·V pass of a group waits for
     ``record.ready``.
 
@@ -96,7 +96,7 @@ class Walker(wiring.Component):
         c = self.config
         ending = Signal()
         ending_slot = Signal()
-        head, score, head_valid, head_taken = self._generate_items(m, ending, ending_slot)
+        head, score, head_valid, head_taken, head_loaded = self._generate_items(m, ending, ending_slot)
 
         # Items whose scores are issued and whose P·V is not, the job's end marker included.
         depth = 1 << (c.lookahead + 1).bit_length()
@@ -137,8 +137,6 @@ class Walker(wiring.Component):
         m.d.comb += score_turn.eq(~closed & (pending_count <= c.lookahead))
         scores_busy = Signal()
         m.d.comb += scores_busy.eq((now_valid & ~now.is_values) | (fed_valid & ~fed.is_values))
-        head_loaded = Signal()
-        m.d.comb += head_loaded.eq(self.q_group != score.group)
         score_slot = Signal(range(c.lookahead + 1))
         value_slot = Signal(range(c.lookahead + 1))
         output_slot = Signal(range(c.output_slots))
@@ -239,8 +237,11 @@ class Walker(wiring.Component):
 
     def _generate_items(
         self, m: Module, ending: Signal, ending_slot: Signal
-    ) -> tuple[data.View, data.View, Signal, Signal]:
-        """Kept blocks of every group of every job in order; the registers ``head`` and ``score`` hold the next item."""
+    ) -> tuple[data.View, data.View, Signal, Signal, Signal]:
+        """Kept blocks of every group of every job in order; the registers ``head`` and ``score`` hold the next item.
+
+        Also whether there is one, the signal that takes it, and whether its queries were there a cycle ago.
+        """
         c = self.config
         head = Signal(ItemLayout(c))
         score = Signal(ScoreLayout(c))
@@ -261,17 +262,20 @@ class Walker(wiring.Component):
         m.d.comb += last_block.eq((job.valid_length - 1) >> _log2(c.block))
         within = _thermometer(m, last_block, c.max_blocks)
 
+        # The lowest kept block of the row, and what is left after it.
         lowest = Signal(c.max_blocks)
-        after = Signal(c.max_blocks)
-        m.d.comb += [after.eq(remaining & (remaining - 1)), lowest.eq(remaining & ~after)]
-        index = Signal(range(c.max_blocks))
+        m.d.comb += lowest.eq(remaining & ~(remaining - 1))
+        index, found = Signal(range(c.max_blocks)), Signal(range(c.max_blocks))
         for bit in range(len(index)):
             m.d.comb += index[bit].eq(Cat(lowest[number] for number in range(c.max_blocks) if number >> bit & 1).any())
-        none_after = Signal()
-        m.d.comb += none_after.eq(after == 0)
+        after = Signal(c.max_blocks)
+        none_found, none_after = Signal(), Signal()
 
         free = Signal()
-        m.d.comb += free.eq(~head_valid | head_taken)
+        fills = Signal()
+        head_loaded = Signal()
+        m.d.comb += free.eq(~head_valid)
+        m.d.sync += head_loaded.eq(self.q_group != Mux(fills, ring_number, score.group))
         with m.If(head_taken):
             m.d.sync += head_valid.eq(0)
 
@@ -302,16 +306,25 @@ class Walker(wiring.Component):
                 m.next = "mask"
             with m.State("mask"):
                 m.d.sync += [remaining.eq(Mux(left == 0, 0, self.mask_row & legal)), first.eq(1)]
+                m.next = "find"
+            with m.State("find"):
+                m.d.sync += [
+                    found.eq(index),
+                    none_found.eq(remaining == 0),
+                    after.eq(remaining & ~lowest),
+                    none_after.eq((remaining & ~lowest) == 0),
+                ]
                 m.next = "item"
             with m.State("item"):
                 with m.If(free):
+                    m.d.comb += fills.eq(1)
                     m.d.sync += [
                         head_valid.eq(1),
-                        head.block.eq(index),
+                        head.block.eq(found),
                         head.live_count.eq(Mux(left > c.rows, c.rows, left)),
                         head.first.eq(first),
                         head.last.eq(none_after),
-                        head.is_null.eq(remaining == 0),
+                        head.is_null.eq(none_found),
                         head.is_end.eq(0),
                         score.group.eq(ring_number),
                         score.query_base.eq(row_number << _log2(c.rows)),
@@ -330,11 +343,13 @@ class Walker(wiring.Component):
                             m.next = "end"
                         with m.Else():
                             m.next = "row"
+                    with m.Else():
+                        m.next = "find"
             with m.State("end"):
                 with m.If(free):
                     m.d.sync += [head_valid.eq(1), head.is_end.eq(1), head.is_null.eq(0), slot.eq(~slot)]
                     m.next = "job"
-        return head, score, head_valid, head_taken
+        return head, score, head_valid, head_taken, head_loaded
 
     def _feed(
         self,
@@ -360,12 +375,18 @@ class Walker(wiring.Component):
         step_last = Signal()
         moves = Signal()  # the fed pass becomes the stepped one
 
-        # Feed stage.
+        # Feed stage. Whether the source of a pass is there is known from a cycle ago.
         probabilities = Signal(range(c.lookahead + 2))
-        loaded = self.q_group != fed.score.group
         source_there = Signal()
-        m.d.comb += source_there.eq(
-            Mux(fed.is_values, probabilities != 0, loaded | (~fed.is_lifted & (fed.number < self.q_pass)))
+
+        def has_source(item: data.View, probabilities_there: Value) -> Value:
+            loaded = self.q_group != item.score.group
+            return Mux(item.is_values, probabilities_there, loaded | (~item.is_lifted & (item.number < self.q_pass)))
+
+        # A pass of values that is still being fed takes one of those that are there.
+        more_probabilities = Mux(fed_valid & fed.is_values & ~feeds_done, probabilities > 1, probabilities != 0)
+        m.d.sync += source_there.eq(
+            Mux(feed_takes, has_source(now, more_probabilities), has_source(fed, probabilities != 0))
         )
         shadow_free = ~stepped_valid | started | step_issue
         feed_issue = Signal()
@@ -395,32 +416,60 @@ class Walker(wiring.Component):
             m.d.sync += feeds_done.eq(1)
         with m.If(moves):
             m.d.sync += [feeds_done.eq(0), fed_valid.eq(0)]
-        with m.If(feed_takes):
-            m.d.sync += [fed.eq(now), fed.is_last.eq(last_pass), fed_valid.eq(1)]
+        with m.If(~fed_valid | moves):
+            m.d.sync += [fed.eq(now), fed.is_last.eq(last_pass), fed_valid.eq(now_valid)]
 
-        # Step stage.
-        sub_pass = Mux(stepped.is_values, sub_number, stepped.number)
-        in_block = Mux(stepped.is_values, self.v_block[stepped.slot], self.k_block[stepped.slot])
-        in_pass = Mux(stepped.is_values, self.v_entry[stepped.slot], self.k_entry[stepped.slot]) >> _log2(c.pass_steps)
-        operands_there = Signal()
-        within_pass = (step_number & (c.pass_steps - 1)) != 0
-        m.d.comb += operands_there.eq(
-            within_pass
-            | stepped.is_lifted
-            | (stepped.block < in_block)
-            | ((stepped.block == in_block) & (sub_pass < in_pass))
-        )
-        final_step = Mux(stepped.is_values, (stepped.chunks << _log2(c.pass_steps)) - 1, c.pass_steps - 1)
-        m.d.comb += [
-            step_issue.eq(stepped_valid & operands_there),
-            step_last.eq(step_issue & (step_number == final_step)),
-        ]
+        # Step stage. The next run of steps is this pass's next, or the first of the pass that is fed; whether its
+        # operands are there is known from a cycle ago, and so is whether a step is the pass's last.
+        runs = _log2(c.pass_steps)
+        final_run = ~stepped.is_values | (sub_number + 1 == stepped.chunks)
+        then_block, then_slot = Signal.like(stepped.block), Signal()
+        then_values, then_lifted, then_number = Signal(), Signal(), Signal(range(c.max_chunks))
+        with m.If(stepped_valid & ~final_run):
+            m.d.comb += [
+                then_block.eq(stepped.block),
+                then_slot.eq(stepped.slot),
+                then_values.eq(1),
+                then_number.eq(sub_number + 1),
+            ]
+        with m.Else():
+            m.d.comb += [
+                then_block.eq(fed.block),
+                then_slot.eq(fed.slot),
+                then_values.eq(fed.is_values),
+                then_lifted.eq(fed.is_lifted),
+                then_number.eq(Mux(fed.is_values, 0, fed.number)),
+            ]
+
+        def has_operands(slot: Value, is_values: Value, is_lifted: Value, block: Value, number: Value) -> Value:
+            in_block = Mux(is_values, self.v_block[slot], self.k_block[slot])
+            in_pass = Mux(is_values, self.v_entry[slot], self.k_entry[slot]) >> runs
+            return is_lifted | (block < in_block) | ((block == in_block) & (number < in_pass))
+
+        number_now = Mux(stepped.is_values, sub_number, stepped.number)
+        there_now = has_operands(stepped.slot, stepped.is_values, stepped.is_lifted, stepped.block, number_now)
+        there_then = has_operands(then_slot, then_values, then_lifted, then_block, then_number)
+        operands_there, at_last = Signal(), Signal()
+        run_ends = (step_number & (c.pass_steps - 1)) == c.pass_steps - 1
+
+        def final_step(item: data.View) -> Value:
+            return Mux(item.is_values, (item.chunks << runs) - 1, c.pass_steps - 1)
+
+        m.d.comb += [step_issue.eq(stepped_valid & operands_there), step_last.eq(step_issue & at_last)]
+        with m.If(moves | (step_issue & run_ends)):
+            m.d.sync += operands_there.eq(there_then)
+        with m.Else():
+            m.d.sync += operands_there.eq(there_now)
         with m.If(step_issue):
-            m.d.sync += [step_number.eq(step_number + 1), started.eq(1)]
+            m.d.sync += [
+                step_number.eq(step_number + 1),
+                started.eq(1),
+                at_last.eq(step_number + 1 == final_step(stepped)),
+            ]
         with m.If(step_last):
             m.d.sync += [step_number.eq(0), started.eq(0), stepped_valid.eq(0)]
         with m.If(moves):
-            m.d.sync += [stepped.eq(fed), stepped_valid.eq(1)]
+            m.d.sync += [stepped.eq(fed), stepped_valid.eq(1), at_last.eq(final_step(fed) == 0)]
 
         key_number = Cat(
             step_number[: _log2(c.pass_steps)], stepped.block[: _log2(c.max_blocks)]

@@ -159,10 +159,9 @@ def latencies(config: Config) -> dict[str, object]:
     from dtp.normaliser import NormaliserParams
     from dtp.softmax import SoftmaxParams
     from rtl.attention import array_params
-    from rtl.operands import READ_CYCLES
 
     return {
-        "operand_read_cycles": READ_CYCLES,
+        "operand_read_cycles": config.operand_read_cycles,
         "array_cycles": array_params(config).latency,
         "softmax": SoftmaxParams(config).latencies,
         "normaliser": NormaliserParams(config).latencies,

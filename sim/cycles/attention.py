@@ -26,10 +26,12 @@ from sim.cycles.normaliser import NormaliserModel
 
 __all__ = ["Prediction", "predict"]
 
-OPERAND_READ_CYCLES = 2
-"""Operand memory and register in front of the array."""
-ROW_CYCLES = 3
-"""The walk's way to a new row of the block mask: address, mask, first item."""
+ITEM_CYCLES = 2
+"""The walk's way from one item to the next of a row: the lowest block that is left, the item."""
+ROW_CYCLES = 4
+"""Its way to a new row of the block mask: address, mask, then as to any item."""
+NEWS_CYCLES = 1
+"""From the news that operands are there to the cycle in which the walk can act on it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +97,9 @@ class _Walk:
         self.loader = LoaderModel(config, [head.job for head in heads])
         self.normaliser = NormaliserModel(config)
         self.softmax = SoftmaxParams(config)
-        self.delay = OPERAND_READ_CYCLES + ArrayParams.of(config).latency
+        self.delay = config.operand_read_cycles + ArrayParams.of(config).latency
         self.generator = 0  # the generator looks for the next job from here on
-        self.head_free = -1  # the item register is free from here on
+        self.head_free = -1  # the item register was emptied last
         self.event = -1  # last push or pop of an item
         self.taken = -1  # the feed stage took the last pass of the latest operation
         self.moved = -1  # the latest pass went from the feed to the step stage
@@ -125,7 +127,7 @@ class _Walk:
         chunks, passes = job.chunks(c), job.passes(c)
         kept = kept_blocks(c, job, head.block_mask)
         pending: deque[_Item] = deque()
-        ready = max(self.generator, self.head_free, self.loader.job_valid(number)) + ROW_CYCLES
+        ready = max(self.generator, self.head_free + 1, self.loader.job_valid(number)) + ROW_CYCLES
         for group, row in enumerate(kept):
             blocks = np.flatnonzero(row).tolist()
             items = [
@@ -138,13 +140,13 @@ class _Walk:
             busy, stalls = self.busy, dict(self.stalls)
             self.base, self.course = self.last_step, _Course()
             for item in items:
-                written = max(ready, self.head_free)
-                ready = written + 1
+                written = max(ready, self.head_free + 1)
+                ready = written + ITEM_CYCLES
                 while len(pending) > c.lookahead:
                     self._values(number, pending.popleft(), chunks)
                 self._scores(number, item, passes, chunks, written + 1)
                 pending.append(item)
-            ready += ROW_CYCLES - 1
+            ready += ROW_CYCLES - ITEM_CYCLES
             if key is not None:
                 self.course.state = tuple(getattr(self, name) - self.base for name in _STATE)
                 self.course.ready = ready - self.base
@@ -154,7 +156,7 @@ class _Walk:
                 self.courses[key] = self.course
             self.course = None
         # The end marker of the job.
-        written = max(ready - (ROW_CYCLES - 1), self.head_free)
+        written = max(ready - ROW_CYCLES, self.head_free) + 1
         self.generator = written + 1
         while len(pending) > c.lookahead:
             self._values(number, pending.popleft(), chunks)
@@ -232,7 +234,7 @@ class _Walk:
     def _scores(self, number: int, item: _Item, passes: int, chunks: int, visible: int) -> None:
         c = self.config
         if item.null:
-            loaded = self.loader.query_passes(number, item.group)[-1]
+            loaded = self.loader.query_passes(number, item.group)[-1] + NEWS_CYCLES
             start = max(self.event + 1, visible, loaded, self.scores_moved + 1)
             self.event = self.head_free = start
             self._release_query(start)
@@ -282,7 +284,7 @@ class _Walk:
         length = self.config.pass_steps
         self.taken = max(now, self.moved)
         unsourced = max(self.taken + 1, self.first_step)
-        feed = max(unsourced, source)
+        feed = max(unsourced, source + NEWS_CYCLES)
         last_feed = feed + length - 1
         self.moved = max(last_feed, self.last_step)
         start = self.moved + 1
@@ -292,7 +294,8 @@ class _Walk:
             self.stalls[name] += late
             self.stalls[idle] += gap - late
         starts = []
-        for ready in operands:
+        for news in operands:
+            ready = news + NEWS_CYCLES
             if ready > start:
                 if self.busy:
                     self.stalls["operands"] += ready - start

@@ -1,4 +1,4 @@
-"""Operand memories: what was written at the contract's address is what a step or a feed gets, two cycles later."""
+"""Operand memories: what was written at the contract's address is what a step or a feed gets, some cycles later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amaranth.sim import Simulator
 from dtp.config import BIAS_BITS
 from dtp.job import address_bias, address_keys, address_lifted, address_query, address_values
 from rtl.attention import array_params
-from rtl.operands import READ_CYCLES, OperandMemories
+from rtl.operands import OperandMemories
 from tests.tile import CONFIGS
 
 
@@ -67,8 +67,8 @@ def test_words_reach_the_array(name: str, seed: int) -> None:
             word = queries[chunk, group, feed] = signed(c.row_bits, c.rows, c.segments)
             await write(ctx, dut.query_write, address_query(c, chunk, group, feed), packed(word, c.row_bits))
 
-        stepped: list[Any] = [None] * READ_CYCLES
-        fed: list[Any] = [None] * READ_CYCLES
+        stepped: list[Any] = [None] * c.operand_read_cycles
+        fed: list[Any] = [None] * c.operand_read_cycles
         for _ in range(300):
             step, feed = dut.step, dut.feed
             kind = ("keys", "values", "lifted", None)[int(rng.integers(4))]
@@ -147,14 +147,20 @@ def test_words_reach_the_array(name: str, seed: int) -> None:
             ctx.set(feed.is_values, feeds == "probabilities")
             chunk, group, number = list(queries)[int(rng.integers(len(queries)))]
             ctx.set(feed.query_address, address_query(c, chunk, group, number))
+            asked = int(rng.integers(c.lookahead + 1)), int(rng.integers(c.pass_steps))
+            ctx.set(feed.buffer, asked[0])
+            ctx.set(feed.number, asked[1])
             given = fed.pop(0)
             assert ctx.get(dut.feed_valid) == (given is not None)
             if given is not None:
-                word = packed(probabilities if isinstance(given, str) else given, c.row_bits)
+                word = packed(probabilities if isinstance(given, tuple) else given, c.row_bits)
                 assert ctx.get(dut.feed_data.as_value()) == word
             if feeds is not None:
                 seen[feeds] += 1
-            fed.append({"query": queries[chunk, group, number], "probabilities": "softmax", None: None}[feeds])
+            fed.append({"query": queries[chunk, group, number], "probabilities": asked, None: None}[feeds])
+            # The softmax is asked two cycles before its answer is used.
+            if isinstance(fed[1], tuple):
+                assert (ctx.get(dut.p_slot), ctx.get(dut.p_feed)) == fed[1]
             await ctx.tick()
 
     def tags(value: int) -> tuple[int, int, int]:
