@@ -192,8 +192,8 @@ class NormaliserParams:
 
     @property
     def status_gap(self) -> int:
-        """From the word issued before a status record to the record's first word: counters settle."""
-        return 3
+        """From the word issued before a status record to the record's first word: its saturations are counted."""
+        return 2
 
     @property
     def status_release_cycles(self) -> int:

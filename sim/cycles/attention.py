@@ -30,8 +30,10 @@ ITEM_CYCLES = 2
 """The walk's way from one item to the next of a row: the lowest block that is left, the item."""
 ROW_CYCLES = 4
 """Its way to a new row of the block mask: address, mask, then as to any item."""
-NEWS_CYCLES = 1
-"""From the news that operands are there to the cycle in which the walk can act on it."""
+SOURCE_CYCLES = 1
+"""From the news that queries or probabilities are there to the cycle in which the walk can act on it."""
+OPERAND_CYCLES = 2
+"""The same of keys and values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +236,7 @@ class _Walk:
     def _scores(self, number: int, item: _Item, passes: int, chunks: int, visible: int) -> None:
         c = self.config
         if item.null:
-            loaded = self.loader.query_passes(number, item.group)[-1] + NEWS_CYCLES
+            loaded = self.loader.query_passes(number, item.group)[-1] + SOURCE_CYCLES
             start = max(self.event + 1, visible, loaded, self.scores_moved + 1)
             self.event = self.head_free = start
             self._release_query(start)
@@ -284,7 +286,7 @@ class _Walk:
         length = self.config.pass_steps
         self.taken = max(now, self.moved)
         unsourced = max(self.taken + 1, self.first_step)
-        feed = max(unsourced, source + NEWS_CYCLES)
+        feed = max(unsourced, source + SOURCE_CYCLES)
         last_feed = feed + length - 1
         self.moved = max(last_feed, self.last_step)
         start = self.moved + 1
@@ -295,7 +297,7 @@ class _Walk:
             self.stalls[idle] += gap - late
         starts = []
         for news in operands:
-            ready = news + NEWS_CYCLES
+            ready = news + OPERAND_CYCLES
             if ready > start:
                 if self.busy:
                     self.stalls["operands"] += ready - start
