@@ -199,7 +199,7 @@ class ArrayParams:
 
     @property
     def keep_cycle(self) -> int:
-        """Old accumulators at the last register before their rescale, which a first step clears."""
+        """Old accumulators at the last register before their rescale."""
         return self.result_cycle - 3
 
     @property

@@ -78,7 +78,7 @@ class Config(BaseModel):
     lift_ports: Count  # lifted lanes written to the key memory in a cycle, a key
     output_slots: Count  # row groups that may wait for the output
     query_groups: Count  # row groups of scaled queries that the ring holds
-    operand_read_cycles: Count  # from the walk to the array: 2, or 4 with registers around the operand memories
+    registered_memories: Annotated[bool, Field(strict=True)]  # registers around block memories: cycles for clock
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -207,8 +207,6 @@ class Config(BaseModel):
             raise must("Config", "lift_ports", f"at most block {self.block}", self.lift_ports)
         if self.query_groups <= self.lookahead:
             raise must("Config", "query_groups", f"more than lookahead {self.lookahead}", self.query_groups)
-        if self.operand_read_cycles not in (2, 4):
-            raise must("Config", "operand_read_cycles", "2 or 4", self.operand_read_cycles)
         if self.row_bits > REGISTER_BITS:
             raise must("Config", "probability_bits", f"at most {REGISTER_BITS - 1}", self.probability_bits)
 
@@ -284,6 +282,11 @@ class Config(BaseModel):
     def accumulator_depth(self) -> int:
         """Words of each accumulator: one score pass, then the output columns of a segment."""
         return self.pass_steps + self.max_width // self.segments
+
+    @property
+    def operand_read_cycles(self) -> int:
+        """Cycles from a read address of the walk to the operand at the array: memory, choice, registers around it."""
+        return 4 if self.registered_memories else 2
 
     # ---- the lift ----------------------------------------------------------------------------------------------
 
@@ -382,8 +385,8 @@ class Config(BaseModel):
         """Every derived figure by name, for the manifest and the docs."""
         names = (
             "segments", "macs", "row_bits", "moving_bits", "lifted_row_bits", "product_bits", "sum_shift",
-            "lifted_sum_shift", "pass_steps", "denominator_bits", "accumulator_bits", "accumulator_depth",
-            "symmetric_lanes", "lifted_lanes",
+            "lifted_sum_shift", "pass_steps", "operand_read_cycles", "denominator_bits", "accumulator_bits",
+            "accumulator_depth", "symmetric_lanes", "lifted_lanes",
             "lifted_passes", "lift_tokens", "entry_bytes", "entry_beats", "entry_words", "max_blocks",
             "max_groups", "max_chunks", "mask_row_bytes", "output_entry_bytes", "output_entry_beats",
             "output_fraction_bits",

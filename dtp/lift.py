@@ -27,10 +27,6 @@ from dtp.errors import must
 from dtp.fixed import Int, bits_for_magnitude, overflows, round_shift, saturate
 from dtp.job import Job, pad_factors
 
-RESULT_CYCLES = 5
-"""From the issue of an instruction to its result: the cycle in which it is written to a register, a memory or a hold.
-
-Issue and word write 0, register read 1, multiplier operands 2, product 3, sum 4, result 5."""
 READ_CYCLE = 1
 """Cycle after issue in which the registers are read."""
 DUMP_CYCLES = 3
@@ -39,10 +35,6 @@ START_CYCLES = 3
 """From the start of a program to the issue of its first instruction."""
 SATURATION_CYCLES = 3
 """From a result to the counted saturation."""
-
-
-DRAIN_CYCLES = RESULT_CYCLES + SATURATION_CYCLES + 1
-"""From the last word of a job until its last result is in memory and counted."""
 
 
 class Shift(enum.IntEnum):
@@ -340,6 +332,21 @@ class LiftParams:
     # ---- programs --------------------------------------------------------------------------------------------
 
     @property
+    def result_cycles(self) -> int:
+        """From the issue of an instruction to its result: the cycle in which it is written to a register, a memory
+        or a hold.
+
+        Issue and word write 0, register read 1, its output register (``registered_memories``), then multiplier
+        operands, product, sum, result.
+        """
+        return 6 if self.config.registered_memories else 5
+
+    @property
+    def drain_cycles(self) -> int:
+        """From the last word of a job until its last result is in memory and counted."""
+        return self.result_cycles + SATURATION_CYCLES + 1
+
+    @property
     def query_words(self) -> int:
         """First words of a lifting group, those with one of the first R lanes: not part of the loop."""
         return -(-self.rank // self.config.segments)
@@ -452,7 +459,7 @@ class _Maker:
         """The query scale, once the descriptor is there, then queries for ever."""
         scale = replace(self._constant("query_scale", Init.QUERY_SCALE), loop=Loop.DESCRIPTOR)
         loop = replace(self._query_word(), loop=Loop.FOREVER)
-        return [*_spaced([scale]), Instruction(wait=True, a=RESULT_CYCLES - 1), loop]
+        return [*self._spaced([scale]), Instruction(wait=True, a=self.params.result_cycles - 1), loop]
 
     def _query_word(self) -> Instruction:
         return self._product(
@@ -470,7 +477,7 @@ class _Maker:
             code.append(self._constant("metric_norm_scale", Init.METRIC_NORM_SCALE))
             for name, init in sorted(self._lane_scales().items(), key=lambda item: item[1]):
                 code.append(self._constant(name, init, 1 << int(name.rpartition("_")[2])))
-        return _ended(code, RESULT_CYCLES)
+        return _ended(code, self.params.result_cycles)
 
     def _lane_scales(self) -> dict[str, Init]:
         """Registers that hold a scale in one segment and 0 in the others, as far as they are used."""
@@ -545,8 +552,8 @@ class _Maker:
             lanes = range(word * config.segments, min(config.lifted_lanes, (word + 1) * config.segments))
             products = [self._lifted_lane(n)[:2] for n in lanes] or [("zero", "zero")]
             lifted += self._sum(products, Init.HALF_LIFTED, emit=Emit.LIFTED).steps
-        chains = self._arranged(_spaced(takes), [*self._metric(), *outer, *fine, *self._metric_vector()])
-        return _ended(_spaced([*chains, *words, *lifted]), 0)
+        chains = self._arranged(self._spaced(takes), [*self._metric(), *outer, *fine, *self._metric_vector()])
+        return _ended(self._spaced([*chains, *words, *lifted]), 0)
 
     def keys(self, *, lift: bool) -> list[Instruction]:
         """A factor batch of keys: norm, and if ``lift`` the lifted lanes; then the bias."""
@@ -573,7 +580,7 @@ class _Maker:
         dumps = self._lane_dumps() if lift else []
         dumps.append([self._sum(beta, Init.ZERO, hold=True, dump=True, dst=int(Dump.BIAS))])
         code = self._arranged(head, chains, dumps)
-        return _ended(code, RESULT_CYCLES + self.params.dump_steps + DUMP_CYCLES)
+        return _ended(code, self.params.result_cycles + self.params.dump_steps + DUMP_CYCLES)
 
     def _lane_dumps(self) -> list[list[_Chain]]:
         """Lifted key lanes in groups of ``lift_ports``; groups that need Mb last."""
@@ -595,11 +602,14 @@ class _Maker:
             groups.append(group)
         return sorted(groups, key=lambda group: min(chain.last.dst // 4 for chain in group) < rank)
 
+    def _spaced(self, code: list[Instruction], dump_steps: int = 0) -> list[Instruction]:
+        return _spaced(code, self.params.result_cycles, dump_steps)
+
     def _arranged(
         self, head: list[Instruction], chains: list[_Chain], dumps: list[list[_Chain]] | None = None
     ) -> list[Instruction]:
         """``head``, then the chains, the one that can start first always next; dumps keep their order."""
-        code = _spaced(head)
+        code = self._spaced(head)
         waiting = list(chains)
         pending = [chain for group in dumps or [] for chain in group]
         while waiting or pending:
@@ -609,11 +619,11 @@ class _Maker:
             options = [chain for chain in options if not any(s.a in missing or s.b in missing for s in chain.steps)]
             # A dump goes first among equals: its port is what all wait for in the end.
             starts = [
-                (_length(_spaced([*code, *c.steps], self.params.dump_steps)) - len(c.steps), not c.last.hold, n)
+                (_length(self._spaced([*code, *c.steps], self.params.dump_steps)) - len(c.steps), not c.last.hold, n)
                 for n, c in enumerate(options)
             ]
             chosen = options[min(range(len(options)), key=lambda n: starts[n])]
-            code = _spaced([*code, *chosen.steps], self.params.dump_steps)
+            code = self._spaced([*code, *chosen.steps], self.params.dump_steps)
             if chosen.last.hold:
                 pending.remove(chosen)
             else:
@@ -632,7 +642,7 @@ def _ended(code: list[Instruction], drain: int) -> list[Instruction]:
     return [*code, Instruction(wait=True, a=drain - 1, end=True)]
 
 
-def _spaced(code: list[Instruction], dump_steps: int = 0) -> list[Instruction]:
+def _spaced(code: list[Instruction], result_cycles: int, dump_steps: int) -> list[Instruction]:
     """The code with waits where the pipeline needs them; waits that are there already are kept.
 
     A stall only delays an instruction and all after it, so that a least distance stays one. What must not happen is
@@ -641,7 +651,7 @@ def _spaced(code: list[Instruction], dump_steps: int = 0) -> list[Instruction]:
     placed: list[Instruction] = []
     written: dict[int, int] = {}
     read: dict[int, int] = {}
-    result, dumped, now = -RESULT_CYCLES - 1, -(1 << 20), 0
+    result, dumped, now = -result_cycles - 1, -(1 << 20), 0
     for instruction in code:
         earliest = now
         if instruction.wait:
@@ -651,9 +661,9 @@ def _spaced(code: list[Instruction], dump_steps: int = 0) -> list[Instruction]:
         sources = {instruction.a, instruction.b} - ({instruction.dst} if instruction.take else set())
         for source in sources:
             if source in written:
-                earliest = max(earliest, written[source] + RESULT_CYCLES + 1 - READ_CYCLE)
+                earliest = max(earliest, written[source] + result_cycles + 1 - READ_CYCLE)
         if instruction.take:
-            earliest = max(earliest, result + RESULT_CYCLES + 1)
+            earliest = max(earliest, result + result_cycles + 1)
             if instruction.dst in read:
                 earliest = max(earliest, read[instruction.dst] + READ_CYCLE + 1)
         if instruction.hold:

@@ -177,8 +177,8 @@ class NormaliserParams:
 
     @property
     def product_cycles(self) -> int:
-        """From the issue of a word to its product: memory, its register, coarse shift, multiplier."""
-        return 3 + MULTIPLIER_CYCLES
+        """From the issue of a word to its product: memory, its register or two, coarse shift, multiplier."""
+        return 3 + self.config.registered_memories + MULTIPLIER_CYCLES
 
     @property
     def issue_cycles(self) -> int:

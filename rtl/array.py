@@ -125,7 +125,7 @@ class MacArray(wiring.Component):
                     fed=copy("fed", self.feed_valid),
                     shift=copy("shift", shift[p.sum_cycle - 1]),
                     read_addr=copy("read_addr", addr[p.read_cycle - 1]),
-                    first=copy("first", first[p.keep_cycle - 1]),
+                    first=copy("first", first[p.keep_cycle]),
                     init_or_zero=copy("init_or_zero", init_or_zero),
                     write=copy("write", valid[p.result_cycle - 1]),
                     write_addr=copy("write_addr", addr[p.result_cycle - 1]),
@@ -223,15 +223,14 @@ class MacArray(wiring.Component):
             m.d.sync += word.eq(old)
             old = word
         coarse_cycle, fine_cycle = p.keep_cycle + 1, p.keep_cycle + 2
-        # 0 in a first step.
         kept = Signal(signed(p.acc_bits), name=f"kept_{name}", reset_less=True)
-        m.d.sync += kept.eq(Mux(told.first, 0, old))
+        m.d.sync += kept.eq(old)
         # As for the sum, a bit below the accumulator collects the rounding bit.
         shifted: Value = Cat(0, kept).as_signed()
         for level in reversed(range(RESCALE_FINE_BITS, RESCALE_BITS)):
             shifted = Mux(rescale[coarse_cycle][level], shifted >> (1 << level), shifted)
         coarse = Signal(signed(p.acc_bits + 1), name=f"coarse_{name}", reset_less=True)
-        m.d.sync += coarse.eq(shifted)
+        m.d.sync += coarse.eq(Mux(told.first, 0, shifted))  # 0 in a first step
         shifted = coarse
         for level in reversed(range(1, RESCALE_FINE_BITS)):
             shifted = Mux(rescale[fine_cycle][level], shifted >> (1 << level), shifted)

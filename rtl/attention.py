@@ -11,7 +11,7 @@ from dtp.config import Config
 from dtp.job import STATUS_BYTES, ErrorCode, StatusRecord, descriptor_offset
 from rtl.array import MacArray
 from rtl.layouts import StepTag
-from rtl.lib.multiplier import Target
+from rtl.lib.multiplier import CopyRegister, Target
 from rtl.loader import Loader
 from rtl.normaliser import Normaliser, OutputLayout
 from rtl.operands import OperandMemories
@@ -67,7 +67,6 @@ class AttentionTile(wiring.Component):
         m = Module()
         c = self.config
         params = array_params(c)
-        halt = Signal()  # reset of everything between the two gates
         units = {
             "loader": (loader := Loader(c, target=self.target)),
             "walker": (walker := Walker(c, params)),
@@ -76,10 +75,13 @@ class AttentionTile(wiring.Component):
             "softmax": (softmax := Softmax(c, target=self.target)),
             "normaliser": (normaliser := Normaliser(c, target=self.target)),
         }
+        # Everything between the two sides of the gate is reset in the cycle after an abort, by a register of its own.
         for name, unit in units.items():
-            m.submodules[name] = ResetInserter(halt)(unit)
+            m.submodules[f"halt_{name}"] = halt = CopyRegister(1, target=self.target)
+            m.d.comb += halt.i.eq(self.abort)
+            m.submodules[name] = ResetInserter(halt.o)(unit)
         m.submodules.gate = gate = AbortGate(c)
-        m.d.comb += [gate.abort.eq(self.abort), halt.eq(gate.halt)]
+        m.d.comb += gate.abort.eq(self.abort)
         connect(m, flipped(self.i), gate.i)
         connect(m, gate.to_loader, loader.i)
         connect(m, normaliser.o, gate.from_normaliser)
@@ -157,7 +159,7 @@ class AbortGate(wiring.Component):
     -------
     i, to_loader: the input before and behind the gate
     from_normaliser, o: the output before and behind the gate, in the same cycle
-    abort: In(1); halt: Out(1), resets the units between, the cycle after ``abort`` and as long as it lasts
+    abort: In(1); the units between are reset in the cycle after it
     """
 
     def __init__(self, config: Config) -> None:
@@ -171,17 +173,16 @@ class AbortGate(wiring.Component):
                 "from_normaliser": In(results),
                 "o": Out(results),
                 "abort": In(1),
-                "halt": Out(1),
             }
         )
 
     def elaborate(self, platform: object) -> Module:
         m = Module()
         c = self.config
-        aborted = Signal()  # halt
+        aborted = Signal()  # the units between are being reset
         stopped = Signal()
         m.d.sync += aborted.eq(self.abort)
-        m.d.comb += [self.halt.eq(aborted), stopped.eq(self.abort | aborted)]
+        m.d.comb += stopped.eq(self.abort | aborted)
 
         # Input. What is noted of a beat is noted in the cycle after it was taken.
         inside = Signal()  # a job has begun and its last beat has not come, up to the beat noted now
@@ -236,9 +237,11 @@ class AbortGate(wiring.Component):
         with m.Elif((answers != 0) & self.o.ready & ~holding):
             m.d.sync += answers.eq(answers - 1)
         with m.If(aborted & self.from_normaliser.valid & ~self.o.ready & ~holding & (answers == 0)):
-            m.d.sync += [held.eq(self.from_normaliser.payload), holding.eq(1)]
+            m.d.sync += holding.eq(1)
         with m.Elif(self.o.ready):
             m.d.sync += holding.eq(0)
+        with m.If(~holding):
+            m.d.sync += held.eq(self.from_normaliser.payload)
         record = StatusRecord(ErrorCode.ABORTED, 0, 0, 0, 0, 0).pack()
         words = Signal(8 * answer_beats * c.output_bytes)
         tag_place = StatusRecord.offset("tag")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from amaranth.hdl import Array, Cat, Const, Module, Mux, Shape, Signal, Value, signed, unsigned
 from amaranth.lib import data, wiring
 from amaranth.lib.memory import Memory
@@ -15,7 +13,6 @@ from dtp.job import KEY_SHIFT_BITS
 from dtp.lift import (
     DUMP_CYCLES,
     READ_CYCLE,
-    RESULT_CYCLES,
     SATURATION_CYCLES,
     Dump,
     Emit,
@@ -25,7 +22,7 @@ from dtp.lift import (
     Shift,
 )
 from rtl.lib.memory import BlockMemory
-from rtl.lib.multiplier import MultiplexedAdder, Multiplier, Target
+from rtl.lib.multiplier import MultiplexedAdder, Multiplier, Selector, Target
 from rtl.operands import WriteLayout
 
 __all__ = ["Lift", "ScaleLayout", "ShiftLayout"]
@@ -65,7 +62,7 @@ class Lift(wiring.Component):
     -------
     start, entry: In, begin the program at ``entry`` of the program memory; ends the one that runs
         (no word is offered in the cycle of ``start``)
-    descriptor: In(1), a descriptor has been taken, its scales are valid ``RESULT_CYCLES − 3`` cycles later
+    descriptor: In(1), a descriptor has been taken, its scales are valid ``params.result_cycles − 3`` cycles later
     scales, shifts: In, of the job
     count: In, words of a program's loop, when it starts
     word_valid, word: In, next word, lift_tokens × operand_bits; word_taken: Out
@@ -169,21 +166,23 @@ class Lift(wiring.Component):
         waited_last = waited == part["a"]
         # The last instruction of a program takes no word and is no loop.
         assert not any(one.end and (one.take or one.loop is not Loop.ONCE) for one in p.code)
-        with m.If(part["wait"]):
-            m.d.comb += finish.eq(waited_last)
-        with m.Else():
-            with m.Switch(part["loop"]):
-                with m.Case(Loop.ONCE):
-                    m.d.comb += [go.eq(has_word), finish.eq(has_word)]
-                with m.Case(Loop.WORDS):
-                    m.d.comb += [
-                        go.eq(has_word & ~none_left),
-                        finish.eq(none_left | (has_word & one_left)),
-                    ]
-                with m.Case(Loop.FOREVER):
+        # What ends it when its word is there, or at once.
+        loop = part["loop"]
+        with_word = ~part["wait"] & ((loop == Loop.ONCE) | ((loop == Loop.WORDS) & one_left))
+        at_once = (
+            (part["wait"] & waited_last)
+            | (~part["wait"] & (loop == Loop.WORDS) & none_left)
+            | (~part["wait"] & (loop == Loop.DESCRIPTOR) & self.descriptor)
+        )
+        m.d.comb += finish.eq(at_once | (with_word & has_word))
+        with m.If(~part["wait"]):
+            with m.Switch(loop):
+                with m.Case(Loop.ONCE, Loop.FOREVER):
                     m.d.comb += go.eq(has_word)
+                with m.Case(Loop.WORDS):
+                    m.d.comb += go.eq(has_word & ~none_left)
                 with m.Case(Loop.DESCRIPTOR):
-                    m.d.comb += [go.eq(self.descriptor), finish.eq(self.descriptor)]
+                    m.d.comb += go.eq(self.descriptor)
         m.d.comb += issue.eq(valid & go)
         with m.If(valid & part["wait"] & ~finish):
             m.d.sync += waited.eq(waited + 1)
@@ -212,8 +211,9 @@ class Lift(wiring.Component):
         }
         head = _Control({**part, **factors, "segments": part["segments"]}, issue)
         stages = [head]
-        for stage in range(1, RESULT_CYCLES + 1):
-            stages.append(stages[-1].registered(m, stage))
+        life = _life(p.result_cycles)
+        for stage in range(1, p.result_cycles + 1):
+            stages.append(stages[-1].registered(m, stage, life))
         return stages
 
     # ---- lanes -----------------------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ class Lift(wiring.Component):
         c, p = self.config, self.params
         bits = p.accumulator_bits
         init = self._init(m, now)
-        adding = now[RESULT_CYCLES - 1]
-        result = now[RESULT_CYCLES]
+        adding = now[p.result_cycles - 1]
+        result = now[p.result_cycles]
         taking = now[0]
         # Known before the word is there: where an instruction waits for a word, no result comes any more.
         take = Signal()
@@ -232,7 +232,7 @@ class Lift(wiring.Component):
         source = Signal(2)  # of what is written: a word, or a result by its shift
         m.d.comb += source.eq(Mux(take, 0, result["write"]))
         accumulators: list[Signal] = []
-        assert READ_CYCLE + 1 + MULTIPLIER_CYCLES == RESULT_CYCLES - 1  # memory, multiplier, then the sum
+        registers = p.result_cycles - 1 - (READ_CYCLE + 1 + MULTIPLIER_CYCLES)  # between memory and multiplier
         for segment in range(c.segments):
             shape = unsigned(c.rows * REGISTER_BITS)
             copies = [BlockMemory(m, f"registers_{segment}_{n}", shape, 1 << p.register_bits) for n in "ab"]
@@ -247,10 +247,15 @@ class Lift(wiring.Component):
                     memory.write.en.eq((taking["take"] & taking.valid) | enable),
                     memory.address.eq(now[READ_CYCLE][factor]),
                 ]
+            words: list[Value] = [memory.data for memory in copies]
+            for n in range(registers):
+                late = [Signal(shape, name=f"registers_late_{segment}_{copy}_{n}", reset_less=True) for copy in "ab"]
+                m.d.sync += [register.eq(word) for register, word in zip(late, words, strict=True)]
+                words = [*late]
             for row in range(c.rows):
                 lane = segment * c.rows + row
                 low = row * REGISTER_BITS
-                factors = [memory.data[low : low + REGISTER_BITS].as_signed() for memory in copies]
+                factors = [word[low : low + REGISTER_BITS].as_signed() for word in words]
                 multiplier = Multiplier(REGISTER_BITS, REGISTER_BITS, target=self._target)
                 adder = MultiplexedAdder(bits, target=self._target)
                 m.submodules[f"multiplier_{lane}"] = multiplier
@@ -278,7 +283,7 @@ class Lift(wiring.Component):
     def _init(self, m: Module, now: list[_Control]) -> Signal:
         """What accumulators start from: a scale chosen two cycles before the sum, the rest the cycle before."""
         p = self.params
-        early, late = now[RESULT_CYCLES - 3]["init"], now[RESULT_CYCLES - 2]["init"]
+        early, late = now[p.result_cycles - 3]["init"], now[p.result_cycles - 2]["init"]
         scales = Array(self.scales[c.job_field] for c in sorted(Init) if c.job_field is not None and not c.twice)
         scale = Signal(signed(SCALE_BITS + 1), reset_less=True)
         m.d.sync += scale.eq(scales[early[:3]])
@@ -299,7 +304,7 @@ class Lift(wiring.Component):
     def _emission(self, m: Module, now: list[_Control], accumulators: list[Signal]) -> Value:
         """Row operands of the result's cycle; one bit a lane where it saturates."""
         c, p = self.config, self.params
-        result = now[RESULT_CYCLES]
+        result = now[p.result_cycles]
         m.d.comb += self.emit_valid.eq(result.valid & (result["emit"] != Emit.NONE))
         is_lifted = result["emit"][1]
         flags: list[Value] = []
@@ -329,7 +334,7 @@ class Lift(wiring.Component):
         """Held lanes leave, S tokens a cycle; one bit a value written where it saturated."""
         c, p = self.config, self.params
         bits, ports, segments = p.accumulator_bits, c.lift_ports, c.segments
-        result = now[RESULT_CYCLES]
+        result = now[p.result_cycles]
         hold = result.valid & result["hold"]
         lane = result["dst"][2:]
         port_bits = (ports - 1).bit_length()
@@ -389,7 +394,13 @@ class Lift(wiring.Component):
                 coarse = Signal(signed(bits + 1), name=f"coarse_{name}", reset_less=True)
                 rounded = Signal(signed(BIAS_BITS + 2), name=f"rounded_{name}", reset_less=True)
                 beyond, negative = (Signal(name=f"{key}_{name}", reset_less=True) for key in ("beyond", "negative"))
-                m.d.sync += token.eq(Array(tokens)[number])
+                if len(tokens) == 1:
+                    m.d.sync += token.eq(tokens[0])
+                else:
+                    chosen = Selector(bits, len(tokens), target=self._target)
+                    m.submodules[f"chosen_{name}"] = chosen
+                    m.d.comb += [chosen.i.eq(Cat(*tokens)), chosen.select.eq(number)]
+                    m.d.sync += token.eq(chosen.o)
                 # A bit below the value collects the rounding bit: the last one that the shift drops.
                 value: Value = Cat(0, token).as_signed()
                 for level in reversed(range(fine_bits, KEY_SHIFT_BITS)):
@@ -465,23 +476,14 @@ class Lift(wiring.Component):
             m.d.sync += self.saturations.eq(Mux(total[-1], (1 << COUNT_BITS) - 1, total))
 
 
+def _life(result_cycles: int) -> dict[str, int]:
+    """Last stage in which a field of an instruction is used."""
+    life = dict.fromkeys(("dst", "write", "segments", "emit", "hold", "dump"), result_cycles)
+    return {"a": READ_CYCLE, "b": READ_CYCLE, "take": 0, "init": result_cycles - 2, "first": result_cycles - 1, **life}
+
+
 class _Control:
     """Fields of an instruction in one stage of the pipeline, and whether there is one."""
-
-    #: Last stage in which a field is used.
-    _LIFE: ClassVar[dict[str, int]] = {
-        "a": READ_CYCLE,
-        "b": READ_CYCLE,
-        "take": 0,
-        "init": RESULT_CYCLES - 2,
-        "first": RESULT_CYCLES - 1,
-        "dst": RESULT_CYCLES,
-        "write": RESULT_CYCLES,
-        "segments": RESULT_CYCLES,
-        "emit": RESULT_CYCLES,
-        "hold": RESULT_CYCLES,
-        "dump": RESULT_CYCLES,
-    }
 
     def __init__(self, fields: dict[str, Value], valid: Signal) -> None:
         self._fields = fields
@@ -490,11 +492,11 @@ class _Control:
     def __getitem__(self, name: str) -> Value:
         return self._fields[name]
 
-    def registered(self, m: Module, stage: int) -> _Control:
-        """The next stage, ``stage``."""
+    def registered(self, m: Module, stage: int, life: dict[str, int]) -> _Control:
+        """The next stage, ``stage``; ``life``: the last stage in which a field is used."""
         fields: dict[str, Value] = {}
         for name, value in self._fields.items():
-            if self._LIFE.get(name, -1) >= stage:
+            if life.get(name, -1) >= stage:
                 register = Signal(len(value), name=f"{name}_{stage}", reset_less=True)
                 m.d.sync += register.eq(value)
                 fields[name] = register

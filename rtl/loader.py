@@ -23,7 +23,6 @@ from dtp.job import (
 from dtp.job import (
     long_group as is_long_group,
 )
-from dtp.lift import DRAIN_CYCLES
 from rtl.layouts import JobLayout
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Target
@@ -262,7 +261,8 @@ class Loader(wiring.Component):
 
         fault = Signal(ERROR_BITS)
         late = Signal()
-        drain = Signal(range(DRAIN_CYCLES))
+        drain_cycles = lift.params.drain_cycles
+        drain = Signal(range(drain_cycles))
         first_section = [state.eq(State.QUERY), factors.eq(flag["lift"])]
         with m.Switch(state):
             with m.Case(State.DESCRIPTOR):
@@ -363,7 +363,7 @@ class Loader(wiring.Component):
                     m.d.sync += [late.eq(0), state.eq(State.DISCARD)]
                 with m.Elif(~lift_busy):
                     m.d.sync += drain.eq(drain + 1)
-                with m.If(drain == DRAIN_CYCLES - 1):
+                with m.If(drain == drain_cycles - 1):
                     m.d.sync += [
                         drain.eq(0),
                         filling.eq(0),
@@ -409,7 +409,7 @@ class Loader(wiring.Component):
                         job.groups.eq(new.groups),
                         job.error.eq(error),
                     ]
-                with m.If(drain == DRAIN_CYCLES - 1):
+                with m.If(drain == drain_cycles - 1):
                     m.d.sync += [job.error.eq(fault), self.lift_saturations[n].eq(lift.saturations)]
             # Of a slot that is not being loaded all is there: above every block.
             complete = Mux((slot == n) & (state != State.DESCRIPTOR), 0, c.max_blocks)

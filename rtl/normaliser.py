@@ -7,6 +7,7 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
+from dtp.array import MULTIPLIER_CYCLES
 from dtp.config import MANTISSA_BITS, REGISTER_BITS, TABLE_BITS, Config
 from dtp.job import STATUS_BYTES, STATUS_MAGIC, VERSION, StatusRecord
 from dtp.normaliser import COUNT_BITS, RECIPROCAL, NormaliserParams
@@ -159,7 +160,9 @@ class Normaliser(wiring.Component):
         converted = Signal()
         entries = _Count(m, "entries", c.output_slots * p.max_steps, self.i_valid, issue & word_last & is_data)
         groups = _Count(m, "groups", p.reciprocal_groups, converted, drained)
-        used_slots = _Count(m, "used_slots", c.output_slots, push & is_data_record, drained)
+        given_back = Signal()
+        m.d.sync += given_back.eq(drained)
+        used_slots = _Count(m, "used_slots", c.output_slots, push & is_data_record, given_back)
         pop = Signal()
         words = _Count(m, "words", p.word_depth, issue, pop)
         m.d.comb += [
@@ -173,8 +176,8 @@ class Normaliser(wiring.Component):
         # Reciprocals.
         convert = _Converter(c)
         m.submodules.convert = convert
-        first = _line(m, "first", issue & fresh & is_data, 1, reset_less=False)
-        banks, group_scores = self._reciprocal_banks(m, convert, word, group, is_data, first[1])
+        first = _line(m, "first", issue & fresh & is_data, 1 + c.registered_memories, reset_less=False)
+        banks, group_scores = self._reciprocal_banks(m, convert, word, group, is_data, first[-1])
         m.d.comb += [
             convert.start.eq(self.group_valid),
             convert.denominators.eq(self.denominators),
@@ -282,8 +285,14 @@ class Normaliser(wiring.Component):
         ]
         return m
 
+    def _read(self, m: Module, name: str, memory: BlockMemory) -> Value:
+        """What was read, in the register of the memory or one behind it."""
+        if not self.config.registered_memories:
+            return memory.data
+        return _line(m, f"{name}_read", Value.cast(memory.data), 1)[1]
+
     def _values(self, m: Module, entry: Signal, slot: Signal, word: Signal) -> list[Value]:
-        """Memory of the sums; the values of the word issued two cycles ago."""
+        """Memory of the sums; the values of the word, ``product_cycles − 3`` after its issue."""
         c, p = self.config, self.params
         entry_bits = _bits(p.max_steps)
         depth = c.output_slots * p.max_steps
@@ -299,7 +308,7 @@ class Normaliser(wiring.Component):
                 memory.write.data.eq(Cat(steps[bank * p.lanes : (bank + 1) * p.lanes])),
                 memory.address.eq(address if p.step_words == 1 else Cat(address, word != bank)),
             ]
-            read.append(memory.data)
+            read.append(self._read(m, f"sums_{bank}", memory))
         values = Signal(data.ArrayLayout(signed(c.accumulator_bits), p.lanes), reset_less=True)
         selected = read[0]
         for other in read[1:]:
@@ -312,7 +321,7 @@ class Normaliser(wiring.Component):
     ) -> tuple[list[tuple[Value, Value]], Value]:
         """Memories of the reciprocals, row r in bank r modulo ``row_banks``.
 
-        Returns amount and factor of each row of the word issued two cycles ago, and in one cycle the saturated
+        Returns amount and factor of each row of the word beside its values, and in one cycle the saturated
         scores of a group that began, 0 in all others: they lie beside the reciprocals of row 0. The upper half
         of every bank is always 0: what is not of a group with data is multiplied by it.
         """
@@ -341,7 +350,7 @@ class Normaliser(wiring.Component):
                 memory.write.data.eq(Cat(content)),
                 memory.address.eq(Cat(line, group, unused)),
             ]
-            read.append(memory.data)
+            read.append(self._read(m, f"reciprocals_{bank}", memory))
         bits = MANTISSA_BITS + p.amount_bits
         with m.If(first):
             m.d.sync += scores.eq(read[0][bits:])
@@ -353,7 +362,7 @@ class Normaliser(wiring.Component):
             m.d.sync += pair.eq(_or([data[:bits] for data in read[row::word_rows]]))
             pairs.append((pair[MANTISSA_BITS:], pair[:MANTISSA_BITS]))
         # Late enough for a status record just before the group to have cleared its counter.
-        return pairs, _line(m, "scores", scores, p.product_cycles - 3, reset_less=False)[-1]
+        return pairs, _line(m, "scores", scores, MULTIPLIER_CYCLES, reset_less=False)[-1]
 
     def _product(self, m: Module, lane: int, value: Value, amount: Value, factor: Value) -> Value:
         """Aligned sum times reciprocal: the register behind the multiplier."""

@@ -31,10 +31,10 @@ class WriteLayout(data.StructLayout):
 class OperandMemories(wiring.Component):
     """Keys, values, lifted keys, biases and scaled queries; addresses as in ``docs/tile.md`` §7.
 
-    A read takes ``operand_read_cycles``: memory and register; where there are four, addresses (of writes too) and read
-    words have a register of their own beside the memories, which lie all over a chip. Every memory takes a write and a
-    read each cycle. A word that is read while it is written is undefined: the loader tells the walker of a word only
-    after its write.
+    A read takes ``operand_read_cycles``: memory and register; with ``registered_memories``, addresses (of writes too)
+    and read words have a register of their own beside the memories, which lie all over a chip. Every memory takes a
+    write and a read each cycle. A word that is read while it is written is undefined: the loader tells the walker of a
+    word only after its write.
 
     Parameters
     ----------
@@ -185,15 +185,10 @@ class OperandMemories(wiring.Component):
         """One memory with a write port of the loader and a read port of the walker; the word that was read."""
         enables = len(write.en)
         width = layout.size
-        registered = self.config.operand_read_cycles == 4
-        if registered:
-            write_late = Signal.like(write, name=f"{name}_write_late")
-            address_late = Signal(len(address), name=f"{name}_address_late")
-            m.d.sync += [write_late.eq(write), address_late.eq(address)]
-            write, address = write_late, address_late
+        registered = self.config.registered_memories
         # One enable a lane, repeated for every segment.
         lane = None if enables == 1 else width // (enables * self.config.segments)
-        memory = BlockMemory(m, name, width, depth, granularity=lane, target=self._target)
+        memory = BlockMemory(m, name, width, depth, granularity=lane, registered=registered, target=self._target)
         m.d.comb += [
             memory.write.en.eq(write.en if lane is None else write.en.replicate(self.config.segments)),
             memory.write.addr.eq(write.addr),

@@ -441,6 +441,7 @@ class Softmax(wiring.Component):
             s4_zero = Signal(name=f"s4_zero_{r}", reset_less=True)
             s5_shift = Signal.like(s4_shift, name=f"s5_shift_{r}")
             s5_entry = Signal(w + 2, name=f"s5_entry_{r}", reset_less=True)
+            s5_zero = Signal(name=f"s5_zero_{r}", reset_less=True)
             s5_half = Signal(name=f"s5_half_{r}", reset_less=True)
             if rom is None:
                 rom = Memory(
@@ -456,17 +457,16 @@ class Softmax(wiring.Component):
                 s4_zero.eq(~s3_kept | exponent[p.shift_bits :].any()),
                 s5_shift.eq(s4_shift),
                 s5_entry.eq(port.data),
+                s5_zero.eq(s4_zero),
                 s5_half.eq(s4_shift == w + 1),
             ]
-            with m.If(s4_zero):
-                m.d.sync += s5_entry.eq(0)
 
             # The last place decides the rounding. Only a fraction of 0 has half of the last place of p left.
             s6_shifted = Signal(w + 1, name=f"s6_shifted_{r}", reset_less=True)
             s7_p = Signal(w, name=f"s7_p_{r}", reset_less=True)
             half = s5_half & s5_entry[w + 1]
             m.d.sync += [
-                s6_shifted.eq(_shift_right(s5_entry[: w + 1], s5_shift) | half),
+                s6_shifted.eq(Mux(s5_zero, 0, _shift_right(s5_entry[: w + 1], s5_shift) | half)),
                 s7_p.eq((s6_shifted + 1) >> 1),
             ]
             self._p.append(s7_p)

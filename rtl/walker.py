@@ -103,15 +103,18 @@ class Walker(wiring.Component):
         m.submodules.pending = pending = Memory(shape=ItemLayout(c), depth=depth, init=[])
         write, read = pending.write_port(), pending.read_port(domain="comb")
         pending_count = Signal(range(c.lookahead + 3))
+        taken = Signal.like(write.addr)
         push = Signal()
         pop = Signal()
-        oldest = read.data
-        m.d.comb += [write.en.eq(push), write.data.eq(head)]
+        oldest = Signal(ItemLayout(c))  # in a register; the memory is read at the one after it
+        m.d.comb += [write.en.eq(push), write.data.eq(head), read.addr.eq(taken + 1)]
         m.d.sync += [
             write.addr.eq(write.addr + push),
-            read.addr.eq(read.addr + pop),
+            taken.eq(taken + pop),
             pending_count.eq(pending_count + push - pop),
         ]
+        with m.If(pop | (pending_count == 0)):
+            m.d.sync += oldest.eq(Mux(pending_count <= 1, head, read.data))
 
         # The operation that is being cut into passes.
         now = Signal(PassLayout(c))
@@ -258,9 +261,10 @@ class Walker(wiring.Component):
         turn = _log2(c.block // c.rows)
 
         m.d.comb += [self.mask_slot.eq(slot), self.mask_row_index.eq(row_number >> turn)]
+        mask_row = Signal(c.max_blocks)
+        m.d.sync += mask_row.eq(self.mask_row)
         last_block = Signal(range(c.max_blocks + 1))
         m.d.comb += last_block.eq((job.valid_length - 1) >> _log2(c.block))
-        within = _thermometer(m, last_block, c.max_blocks)
 
         # The lowest kept block of the row, and what is left after it.
         lowest = Signal(c.max_blocks)
@@ -286,7 +290,7 @@ class Walker(wiring.Component):
                     m.d.sync += [
                         row_number.eq(0),
                         left.eq(job.valid_length),
-                        legal.eq(Mux(job.causal, 1, within)),
+                        legal.eq(0),
                         head.slot.eq(slot),
                         head.chunks.eq(job.chunks),
                         score.valid_length.eq(job.valid_length),
@@ -301,11 +305,20 @@ class Walker(wiring.Component):
                         with m.If(job.error[:4] != 0):
                             m.next = "end"
                         with m.Else():
-                            m.next = "row"
+                            m.next = "grow"
+            with m.State("grow"):
+                # Legal blocks of the first row: one if causal, else all with a token that is not padding. Later rows of
+                # a causal head have one more each; those past the padding have no query, so none needs a limit.
+                m.d.sync += [legal.eq(Cat(1, legal)), row_number.eq(row_number + 1)]
+                with m.If(job.causal | (row_number == last_block)):
+                    m.d.sync += row_number.eq(0)
+                    m.next = "row"
             with m.State("row"):
                 m.next = "mask"
             with m.State("mask"):
-                m.d.sync += [remaining.eq(Mux(left == 0, 0, self.mask_row & legal)), first.eq(1)]
+                m.next = "legal"
+            with m.State("legal"):
+                m.d.sync += [remaining.eq(Mux(left == 0, 0, mask_row & legal)), first.eq(1)]
                 m.next = "find"
             with m.State("find"):
                 m.d.sync += [
@@ -338,7 +351,7 @@ class Walker(wiring.Component):
                             left.eq(Mux(left > c.rows, left - c.rows, 0)),
                         ]
                         with m.If(job.causal & (row_number[:turn] == c.block // c.rows - 1)):
-                            m.d.sync += legal.eq(Cat(1, legal) & within)
+                            m.d.sync += legal.eq(Cat(1, legal))
                         with m.If(row_number + 1 == job.groups):
                             m.next = "end"
                         with m.Else():
@@ -511,17 +524,6 @@ class Walker(wiring.Component):
             self.item.valid_length.eq(stepped.score.valid_length),
             self.item.causal.eq(stepped.score.causal),
         ]
-
-
-def _thermometer(m: Module, last: Value, count: int) -> Signal:
-    """Bits 0 … ``last`` of ``count``, decoded in two halves."""
-    low_bits = (count - 1).bit_length() // 2
-    low, high = last[:low_bits], last[low_bits:]
-    result = Signal(count)
-    for place in range(count):
-        place_low, place_high = place & ((1 << low_bits) - 1), place >> low_bits
-        m.d.comb += result[place].eq((high > place_high) | ((high == place_high) & (low >= place_low)))
-    return result
 
 
 def _log2(value: int) -> int:

@@ -31,7 +31,7 @@ CONFIGS = {
     # Two segments, entries of two beats, the shortest look-ahead, narrow numbers.
     "narrow": TINY.changed(
         name="narrow", lanes=16, probability_bits=8, output_bits=8, lookahead=1, max_frame_rank=2, metric_rank=1,
-        lift_ports=2, query_groups=8, output_slots=4, normaliser_lanes=2, lifted_bits=8, operand_read_cycles=2,
+        lift_ports=2, query_groups=8, output_slots=4, normaliser_lanes=2, lifted_bits=8, registered_memories=False,
     ),
     # Wide numbers, the largest frame, several lifted passes and key batches longer than a block's.
     "wide16": TINY.changed(

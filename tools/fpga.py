@@ -438,6 +438,7 @@ class _Flow:
         )  # fmt: skip
         design = json.loads((self.folder / "design.json").read_text())
         _detach_unread_carries(design["modules"][_TOP])
+        _draw_in_output_registers(design["modules"][_TOP])
         (self.folder / "design.json").write_text(json.dumps(design))
         netlist = _Netlist.from_json(design, memories)
         lut4 = netlist.count["LUT4"] + 2 * netlist.count["CCU2C"] + 6 * netlist.count["TRELLIS_DPR16X4"]
@@ -603,6 +604,53 @@ def _detach_unread_carries(module: dict[str, Any]) -> None:
         if cell["type"] == "CCU2C":
             carry = cell["connections"].get("COUT", [])
             cell["connections"]["COUT"] = [bit if readers[bit] else "x" for bit in carry]
+
+
+def _draw_in_output_registers(module: dict[str, Any]) -> None:
+    """Registers right behind a memory block become its own output registers.
+
+    Yosys never uses those. The registers go when every bit that is read of a port has one, and nothing else, behind
+    it: without enable and reset, on the clock of the port. A block in its widest shape (36 bits) reads over both
+    halves.
+    """
+    cells = module["cells"]
+    readers: defaultdict[Any, list[tuple[str, str]]] = defaultdict(list)
+    for name, cell in cells.items():
+        for port, bits in cell["connections"].items():
+            if cell["port_directions"].get(port) != "output":
+                for bit in bits:
+                    readers[bit].append((name, port))
+    for port in module["ports"].values():
+        for bit in port["bits"]:
+            readers[bit].append(("", ""))
+
+    def register(bit: Any, clock: Any) -> str | None:
+        """The register that alone reads a bit."""
+        if len(readers[bit]) != 1:
+            return None
+        name, port = readers[bit][0]
+        if port != "DI" or cells[name]["type"] != "TRELLIS_FF":
+            return None
+        pins, kinds = cells[name]["connections"], cells[name]["parameters"]
+        plain = kinds["CEMUX"].strip() == "1" and pins["LSR"] == ["0"] and pins["CLK"] == [clock]
+        return name if plain and kinds["CLKMUX"].strip() == "CLK" else None
+
+    for cell in [cell for cell in cells.values() if cell["type"] == "DP16KD"]:
+        pins = cell["connections"]
+        whole = int(cell["parameters"]["DATA_WIDTH_B"], 2) == 36
+        for half in ("AB",) if whole else ("A", "B"):
+            outputs = [f"DO{side}{n}" for side in half for n in range(18)]
+            read = {port: pins[port][0] for port in outputs if readers[pins.get(port, ["x"])[0]]}
+            clock = pins[f"CLK{half[-1]}"][0]
+            found = {port: register(bit, clock) for port, bit in read.items()}
+            if not found or None in found.values():
+                continue
+            for side in half:
+                cell["parameters"][f"REGMODE_{side}"] = "OUTREG"
+                pins[f"OCE{side}"] = ["1"]
+                cell["port_directions"][f"OCE{side}"] = "input"
+            for port, name in found.items():
+                pins[port] = cells.pop(name)["connections"]["Q"]  # type: ignore[arg-type]
 
 
 def _first_error(lines: list[str]) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amaranth.hdl import Cat, Module, Shape, ShapeLike, Signal, unsigned
+from amaranth.hdl import Cat, Module, Shape, ShapeLike, Signal, Value, unsigned
 from amaranth.lib.memory import Memory
 
-from rtl.lib.multiplier import Target
+from rtl.lib.multiplier import CopyRegister, Target
 
 __all__ = ["BlockMemory"]
 
 _BLOCK_WIDTHS = ((512, 36), (1024, 18), (2048, 9), (4096, 4), (8192, 2), (16384, 1))
 """Words and bits of an ECP5 memory block (DP16KD) in each of its shapes."""
+_MEMORIES_PER_COPY = 16
+"""Memories that share the registers of their addresses, where these have registers."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class WritePort:
 class BlockMemory:
     """Memory with one write port and a read a cycle: ``data`` is what ``address`` held a cycle ago.
 
+    With ``registered`` both ports have registers in front of the memory, and ``data`` comes a cycle later; a write and
+    a read of the same cycle still mean the same word. Addresses have several of these registers, one for a few blocks.
+
     A word that is written and read in the same cycle is never used, so that no logic need compare the addresses; tools
     take that promise for a read without a clock, whose register they then draw into the memory. For an ECP5 the word
     is cut into memories that are as deep as a block is in some shape, so that no multiplexer between blocks is needed.
@@ -38,6 +43,7 @@ class BlockMemory:
     shape: of a word
     depth: words
     granularity: bits of the word for each write enable, None for a single one
+    registered: registers in front of the memory
     target: what the memory is for
 
     Members
@@ -54,6 +60,7 @@ class BlockMemory:
         depth: int,
         *,
         granularity: int | None = None,
+        registered: bool = False,
         target: Target = Target.GENERIC,
     ) -> None:
         bits = Shape.cast(shape).width
@@ -66,20 +73,37 @@ class BlockMemory:
         self.address = Signal(range(depth), name=f"{name}_address")
         self.data = Signal(shape, name=f"{name}_data", reset_less=True)
         read_data = []
-        for low, high in _slices(bits, depth, granularity, target):
+        write_data, write_address, address = Value.cast(self.write.data), self.write.addr, self.address
+        if registered:
+            late = Signal(bits, name=f"{name}_write_data_late", reset_less=True)
+            m.d.sync += late.eq(self.write.data)
+            write_data = late
+        for number, (low, high) in enumerate(_slices(bits, depth, granularity, target)):
+            fine = granularity is not None and high - low > lane
+            enables = self.write.en[low // lane : high // lane] if fine else self.write.en[low // lane]
+            if registered and (number % _MEMORIES_PER_COPY == 0 or granularity is not None):
+                controls = Cat(enables, self.write.addr, self.address)
+                copy = CopyRegister(len(controls), target=target)
+                m.submodules[f"{name}_controls_{number}"] = copy
+                m.d.comb += copy.i.eq(controls)
+                enables_late, write_address, address = (
+                    copy.o[: len(enables)],
+                    copy.o[len(enables) :][: len(self.write.addr)],
+                    copy.o[-len(self.address) :],
+                )
+            if registered:
+                enables = enables_late
             memory = Memory(
                 shape=unsigned(high - low), depth=depth, init=[], attrs={"ram_style": "block", "no_rw_check": 1}
             )
             m.submodules[name if high - low == bits else f"{name}_{low}"] = memory
-            fine = granularity is not None and high - low > lane
             write = memory.write_port(granularity=lane if fine else None)
             read = memory.read_port(domain="comb")
-            enables = self.write.en[low // lane : high // lane] if fine else self.write.en[low // lane]
             m.d.comb += [
                 write.en.eq(enables),
-                write.addr.eq(self.write.addr),
-                write.data.eq(self.write.data[low:high]),
-                read.addr.eq(self.address),
+                write.addr.eq(write_address),
+                write.data.eq(write_data[low:high]),
+                read.addr.eq(address),
             ]
             read_data.append(read.data)
         m.d.sync += self.data.eq(Cat(*read_data))

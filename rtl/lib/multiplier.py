@@ -10,13 +10,13 @@ from __future__ import annotations
 import enum
 
 from amaranth.hdl import Cat, ClockSignal, Const, Instance, Module, Mux, Signal, Value, signed
-from amaranth.lib import wiring
+from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
 from dtp.array import MULTIPLIER_CYCLES
 from dtp.errors import must
 
-__all__ = ["LATENCY", "CopyRegister", "MultiplexedAdder", "Multiplier", "Target"]
+__all__ = ["LATENCY", "CopyRegister", "MultiplexedAdder", "Multiplier", "Selector", "Target"]
 
 #: Cycles from operands to product.
 LATENCY = MULTIPLIER_CYCLES
@@ -29,6 +29,8 @@ _DSP_BITS = 18
 _SUM_TABLE = sum(((n & 1) ^ (n >> (3 if n & 2 else 2) & 1)) << n for n in range(16))
 #: 0 with C held high, carry A: turns a signal into the carry of the next position.
 _CARRY_TABLE = 0x000A
+#: B if C else A.
+_CHOICE_TABLE = sum((n >> (1 if n & 4 else 0) & 1) << n for n in range(16))
 
 
 class Target(enum.Enum):
@@ -199,6 +201,58 @@ class MultiplexedAdder(wiring.Component):
                 o_S1=s1,
                 o_COUT=chain,
             )
+
+
+class Selector(wiring.Component):
+    """``o`` is ``i[select]``.
+
+    On ECP5, up to eight words take half a cell a word and bit, and the two multiplexers that join such cells (PFUMX,
+    L6MUX21). Synthesis that may choose those everywhere makes the rest of a design larger.
+
+    Parameters
+    ----------
+    width: bits of a word
+    count: words, a power of two, at least 2
+    target: plain description or ECP5 cells
+
+    Members
+    -------
+    i: In(count × width)
+    select: In(range(count))
+    o: Out(width)
+    """
+
+    def __init__(self, width: int, count: int, *, target: Target = Target.GENERIC) -> None:
+        if count < 2 or count & (count - 1):
+            raise must("Selector", "count", "a power of two from 2 on", count)
+        self._target = target
+        super().__init__({"i": In(data.ArrayLayout(width, count)), "select": In(range(count)), "o": Out(width)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        count = len(self.i)
+        if self._target is not Target.ECP5 or count > 8:
+            m.d.comb += self.o.eq(self.i[self.select])
+            return m
+        for bit in range(len(self.o)):
+            level = [self.i[n][bit] for n in range(count)]
+            for depth in range(count.bit_length() - 1):
+                select, chosen = self.select[depth], []
+                for n in range(0, len(level), 2):
+                    out = Signal(name=f"chosen_{bit}_{depth}_{n // 2}")
+                    low, high = level[n], level[n + 1]
+                    if depth == 0:
+                        ports = {"i_A": low, "i_B": high, "i_C": select, "i_D": Const(0, 1)}
+                        cell = Instance("LUT4", p_INIT=Const(_CHOICE_TABLE, 16), **ports, o_Z=out)
+                    elif depth == 1:
+                        cell = Instance("PFUMX", i_BLUT=low, i_ALUT=high, i_C0=select, o_Z=out)
+                    else:
+                        cell = Instance("L6MUX21", i_D0=low, i_D1=high, i_SD=select, o_Z=out)
+                    m.submodules[f"cell_{bit}_{depth}_{n // 2}"] = cell
+                    chosen.append(out)
+                level = chosen
+            m.d.comb += self.o[bit].eq(level[0])
+        return m
 
 
 class CopyRegister(wiring.Component):

@@ -28,8 +28,8 @@ __all__ = ["Prediction", "predict"]
 
 ITEM_CYCLES = 2
 """The walk's way from one item to the next of a row: the lowest block that is left, the item."""
-ROW_CYCLES = 4
-"""Its way to a new row of the block mask: address, mask, then as to any item."""
+ROW_CYCLES = 5
+"""Its way to a new row of the block mask: address, mask, its legal part, then as to any item."""
 SOURCE_CYCLES = 1
 """From the news that queries or probabilities are there to the cycle in which the walk can act on it."""
 OPERAND_CYCLES = 2
@@ -130,6 +130,7 @@ class _Walk:
         kept = kept_blocks(c, job, head.block_mask)
         pending: deque[_Item] = deque()
         ready = max(self.generator, self.head_free + 1, self.loader.job_valid(number)) + ROW_CYCLES
+        ready += 1 if job.causal else c.blocks(job.valid_length)  # legal blocks are shifted in one by one
         for group, row in enumerate(kept):
             blocks = np.flatnonzero(row).tolist()
             items = [

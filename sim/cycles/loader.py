@@ -26,16 +26,14 @@ import numpy as np
 from dtp.config import Config
 from dtp.fixed import Int
 from dtp.job import Job, descriptor_entries, key_batches, long_group, mask_entries
-from dtp.lift import DRAIN_CYCLES, RESULT_CYCLES, START_CYCLES, Emit, Instruction, LiftParams, Loop
+from dtp.lift import START_CYCLES, Emit, Instruction, LiftParams, Loop
 
-QUERY_CYCLES = RESULT_CYCLES + 1
-"""From the issue of a word of queries until it can be read."""
+QUERY_CYCLES = 1
+"""From the result of a word of queries until it can be read."""
 OPERAND_CYCLES = 1
 """From the cycle in which an entry of keys or values is taken until it can be read."""
 CHECK_CYCLES = 3
 """From the last entry of a descriptor to the first of what follows."""
-SCALE_CYCLES = RESULT_CYCLES
-"""From the last entry of a descriptor to the claim of a group whose first word can be scaled."""
 CLAIM_CYCLES = 1
 """From the start of a group to its first word, when the program of plain queries runs already."""
 
@@ -272,7 +270,7 @@ def _plan(config: Config, tokens: int, chunks: int, bias: bool, lift: bool, mask
         constants = _params(config).programs["lift_constants" if lift else "bias_constants"].code
         begin = max(begin, _execute(constants, 0, taken + CHECK_CYCLES - 1 + START_CYCLES, source)[0])
     else:
-        begin = max(begin, taken + SCALE_CYCLES)
+        begin = max(begin, taken + _params(config).result_cycles)  # the first word can be scaled
 
     # The others, each from cycle 0 on.
     order = _order(config, tokens)
@@ -311,18 +309,18 @@ def _plan(config: Config, tokens: int, chunks: int, bias: bool, lift: bool, mask
             # What belongs to a running batch is shown when that has ended.
             tables[kind][number] = np.maximum(tables[kind][number], idle)
         end, ready = int(taken_at[-1]), int(taken_at[-1]) + beats
-    finished = max(end + 1, idle) + DRAIN_CYCLES
+    finished = max(end + 1, idle) + _params(config).drain_cycles
     lengths.append(max(finished, ready + 1))
     closes.append(end)
-    issued = np.array(words, dtype=np.int64)
+    issued, scaled = np.array(words, dtype=np.int64), _params(config).result_cycles + QUERY_CYCLES
     return LoadPlan(
         lengths=np.array(lengths, dtype=np.int64),
         quick=long and not bias,
         closes=np.array(closes, dtype=np.int64),
         valid=valid,
         done=finished,
-        passes=issued[:, config.pass_steps - 1 : entries : config.pass_steps] + QUERY_CYCLES,
-        whole=issued[:, -1] + QUERY_CYCLES,
+        passes=issued[:, config.pass_steps - 1 : entries : config.pass_steps] + scaled,
+        whole=issued[:, -1] + scaled,
         key_segments=segments["k"],
         keys=tables["k"],
         value_segments=segments["v"],

@@ -35,8 +35,8 @@ class NormaliserTiming:
     steps or groups.
 
     ``record.ready`` for a DATA record is low from the cycle after the push that makes ``output_slots`` groups
-    outstanding up to and including the cycle that issues the last word of the oldest one; for a STATUS record
-    from the cycle after the push of a STATUS up to and including ``P.status_release_cycles − 1`` cycles after
+    outstanding up to and including the one after the cycle that issues the last word of the oldest one; for a STATUS
+    record from the cycle after the push of a STATUS up to and including ``P.status_release_cycles − 1`` cycles after
     the issue of its last word; for any record from the cycle after the push that makes ``P.record_depth``
     records wait up to and including the cycle of the next last word.
 
@@ -154,7 +154,7 @@ class NormaliserModel:
         self._before = int(issue[-1])
         self._first.append(int(issue[0]))
         self._last.append(self._before)
-        freed = self._before + (p.status_release_cycles if kind == RecordKind.STATUS else 1)
+        freed = self._before + {RecordKind.STATUS: p.status_release_cycles, RecordKind.DATA: 2}.get(kind, 1)
         self._freed.append(freed)
         if kind == RecordKind.DATA:
             self._data.append(freed)

@@ -15,7 +15,6 @@ from dtp.fixed import signed_range
 from dtp.job import Job
 from dtp.lift import (
     READ_CYCLE,
-    RESULT_CYCLES,
     Dump,
     Emit,
     Init,
@@ -257,7 +256,7 @@ class Machine:
         self.accumulator = base + self.registers[i.a] * self.registers[i.b]
         low, high = signed_range(p.accumulator_bits)
         assert (self.accumulator >= low).all() and (self.accumulator <= high).all()
-        at = self.cycle + RESULT_CYCLES
+        at = self.cycle + p.result_cycles
         if i.write:
             segment = np.arange(len(self.accumulator)) // p.config.rows
             self.write(i.dst, self.accumulator >> p.register_shift(i.shift), at, (i.segments >> segment & 1) == 1)

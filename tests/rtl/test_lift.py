@@ -11,7 +11,7 @@ from amaranth.sim import Simulator
 
 from dtp.config import Config
 from dtp.job import Job
-from dtp.lift import RESULT_CYCLES, SATURATION_CYCLES, START_CYCLES, LiftParams, lift_queries
+from dtp.lift import SATURATION_CYCLES, START_CYCLES, LiftParams, lift_queries
 from rtl.lib.multiplier import Target
 from rtl.lift import Lift, ScaleLayout
 
@@ -40,7 +40,7 @@ def word_of(values: np.ndarray) -> int:
 
 @pytest.mark.parametrize("pause", [0, 1, 5])
 def test_plain_queries_stream(pause: int) -> None:
-    """After a descriptor the scale is there for the first word; a word a cycle, each RESULT_CYCLES on its way."""
+    """After a descriptor the scale is there for the first word; a word a cycle, each ``result_cycles`` on its way."""
     dut = Lift(CONFIG)
     rng = np.random.default_rng(pause)
     queries = rng.integers(-128, 128, (40, CONFIG.lift_tokens))
@@ -72,10 +72,10 @@ def test_plain_queries_stream(pause: int) -> None:
 
     simulate(dut, bench)
     assert len(taken) == len(queries)
-    assert [cycle for cycle, _ in seen] == [cycle + RESULT_CYCLES for cycle in taken]
+    assert [cycle for cycle, _ in seen] == [cycle + LiftParams(CONFIG).result_cycles for cycle in taken]
     assert [values for _, values in seen] == [row.tolist() for row in expected]
     if pause == 0:
-        assert taken == list(range(taken[0], taken[0] + len(queries))) and taken[0] == RESULT_CYCLES
+        assert taken == list(range(taken[0], taken[0] + len(queries))) and taken[0] == LiftParams(CONFIG).result_cycles
 
 
 @pytest.mark.parametrize("interrupt", range(12))
@@ -136,7 +136,7 @@ def test_counter_stops() -> None:
             while not ctx.get(dut.done):
                 await ctx.tick()
             await ctx.tick()
-        for _ in range(RESULT_CYCLES + SATURATION_CYCLES):
+        for _ in range(LiftParams(CONFIG).result_cycles + SATURATION_CYCLES):
             await ctx.tick()
         per_group = ctx.get(dut.saturations)
         # The last words of a group saturate no more: the counter stands still.
@@ -153,7 +153,7 @@ def test_counter_stops() -> None:
             ctx.set(dut.start, 0)
             while not ctx.get(dut.done):
                 await ctx.tick()
-            for _ in range(RESULT_CYCLES + SATURATION_CYCLES):
+            for _ in range(LiftParams(CONFIG).result_cycles + SATURATION_CYCLES):
                 await ctx.tick()
             expected = min(65535, expected + per_group)
             assert ctx.get(dut.saturations) == expected

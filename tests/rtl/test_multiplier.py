@@ -22,7 +22,7 @@ from amaranth.sim import Simulator, TickTrigger
 from dtp.array import MULTIPLIER_CYCLES, ArrayParams
 from dtp.errors import DtpError
 from rtl.array import MacArray
-from rtl.lib.multiplier import LATENCY, MultiplexedAdder, Multiplier, Target
+from rtl.lib.multiplier import LATENCY, MultiplexedAdder, Multiplier, Selector, Target
 from sim.bench.toolchain import find_toolchain
 
 CELLS = sorted((Path(__file__).parent / "cells").glob("*.v"))
@@ -123,6 +123,26 @@ class AdderPair(wiring.Component):
         return m
 
 
+class SelectorPair(wiring.Component):
+    """``i`` = select, words; ``o`` = the registered plain choice and whether the cells' differs (bit 63)."""
+
+    def __init__(self, width: int, count: int) -> None:
+        self._width, self._count = width, count
+        super().__init__({"i": In(64), "o": Out(64)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        chosen = []
+        for target in Target:
+            m.submodules[target.value] = selector = Selector(self._width, self._count, target=target)
+            m.d.comb += Cat(selector.select, selector.i.as_value()).eq(self.i)
+            registered = Signal(self._width, name=f"chosen_{target.value}")
+            m.d.sync += registered.eq(selector.o)
+            chosen.append(registered)
+        m.d.comb += self.o.eq(Cat(chosen[0], Const(0, 63 - self._width), chosen[0] != chosen[1]))
+        return m
+
+
 class ArrayPair(wiring.Component):
     """Two arrays under one hashed stimulus; ``o`` = 48 bits of the plain one's data, valid, and differs (bit 63)."""
 
@@ -166,6 +186,9 @@ PAIRS: dict[str, wiring.Component] = {
     "multiplier_18_18": MultiplierPair(18, 18),
     "adder_5": AdderPair(5),
     "adder_20": AdderPair(20),
+    "selector_2": SelectorPair(5, 2),
+    "selector_4": SelectorPair(5, 4),
+    "selector_8": SelectorPair(5, 8),
     "array": ArrayPair(ArrayParams(rows=3, segments=2, block=8, acc_depth=12)),
 }
 
@@ -304,6 +327,23 @@ def test_carry_cells_equal_plain_adder(run_pair: RunPair, width: int, seed: int)
     out = run_pair(f"adder_{width}", [*words, 0])
     assert not any(word >> 63 for word in out)
     assert out[1:] == [((x1 if s else x0) + y + c) & mask for s, c, x0, x1, y in cases]
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_selector_cells_equal_plain_choice(run_pair: RunPair, count: int) -> None:
+    random = np.random.default_rng(count)
+    width, select_bits = 5, (count - 1).bit_length()
+    cases = [(n % count, [int(word) for word in random.integers(0, 1 << width, count)]) for n in range(400)]
+    words = [_word([(select, select_bits), *((word, width) for word in given)]) for select, given in cases]
+    out = run_pair(f"selector_{count}", [*words, 0])
+    assert not any(word >> 63 for word in out)
+    assert out[1:] == [given[select] for select, given in cases]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 6])
+def test_selector_of_an_odd_number_of_words_is_refused(count: int) -> None:
+    with pytest.raises(DtpError, match=f"Selector.count must be a power of two from 2 on, not {count}"):
+        Selector(4, count)
 
 
 def test_array_of_cells_equals_plain_array_seed_3(run_pair: RunPair) -> None:

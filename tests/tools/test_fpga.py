@@ -257,6 +257,57 @@ def test_distributed_memory_belongs_to_its_unit() -> None:
     assert report.per_unit["register"] == Resources(ff=8)
 
 
+class BlockAndRegister(wiring.Component):
+    """A block memory whose word goes through another register: plain, with an enable or reset, or past it as well."""
+
+    def __init__(self, depth: int, width: int, kind: str) -> None:
+        self.depth, self.kind = depth, kind
+        super().__init__({"en": In(1), "addr": In(range(depth)), "i": In(width), "o": Out(width), "early": Out(1)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        m.submodules.block = block = memory.Memory(
+            shape=len(self.i), depth=self.depth, init=[], attrs={"ram_style": "block", "no_rw_check": 1}
+        )
+        write, read = block.write_port(), block.read_port(domain="comb")
+        word = Signal(len(self.i), reset_less=True)
+        late = Signal(len(self.i), reset_less=self.kind != "reset")
+        m.d.sync += word.eq(read.data)
+        if self.kind == "enable":
+            with m.If(self.en):
+                m.d.sync += late.eq(word)
+        else:
+            m.d.sync += late.eq(word)
+        if self.kind == "early":
+            m.d.comb += self.early.eq(word[0])
+        m.d.comb += [
+            write.en.eq(self.en),
+            write.addr.eq(self.addr),
+            write.data.eq(self.i),
+            read.addr.eq(self.addr),
+            self.o.eq(late),
+        ]
+        return m
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "kind", "registers"),
+    [
+        (512, 36, "plain", 0),
+        (1024, 18, "plain", 0),
+        (2048, 9, "plain", 0),
+        (512, 36, "early", 36),
+        (1024, 18, "enable", 18),
+        (1024, 18, "reset", 18),
+    ],
+)
+def test_register_behind_a_block_is_drawn_in_when_nothing_hangs_on_it(
+    depth: int, width: int, kind: str, registers: int
+) -> None:
+    report = fpga.synthesise(BlockAndRegister(depth, width, kind), name="block")
+    assert (report.bram, report.ff) == (1, registers)
+
+
 def test_wrapper_is_looked_through() -> None:
     plain = fpga.synthesise(MultiplierAndCounter(), name="plain")
     wrapped = fpga.synthesise(Wrapped(), name="wrapped")
