@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 
-from amaranth.hdl import Cat, ClockSignal, Const, Instance, Module, Mux, Signal, Value, signed
+from amaranth.hdl import Array, Cat, ClockSignal, Const, Instance, Module, Mux, Signal, Value, signed
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -232,7 +232,7 @@ class Selector(wiring.Component):
         m = Module()
         count = len(self.i)
         if self._target is not Target.ECP5 or count > 8:
-            m.d.comb += self.o.eq(self.i[self.select])
+            m.d.comb += self.o.eq(Array(self.i[n] for n in range(count))[self.select])
             return m
         for bit in range(len(self.o)):
             level = [self.i[n][bit] for n in range(count)]
