@@ -407,7 +407,8 @@ def fpga_command(
     seeds: Annotated[
         int, typer.Option(parser=_integer, metavar="N", help="Place-and-route runs; the fastest is reported.")
     ] = 1,
-    freq: Annotated[float, typer.Option(parser=_number, metavar="MHZ", help="What placer and router aim at.")] = 200.0,
+    freq: Annotated[float, typer.Option(parser=_number, metavar="MHZ", help="What placer and router aim at.")] = 110.0,
+    speed: Annotated[int, typer.Option(parser=_integer, metavar="GRADE", help="Speed grade, 6, 7 or 8.")] = 8,
     save: Annotated[bool, typer.Option("--save", help="Also keep the report in docs/fpga.")] = False,
     json: JsonOption = None,
 ) -> None:
@@ -417,7 +418,7 @@ def fpga_command(
     """
     _check_json(json)
     with _progress() as progress:
-        report = verbs.fpga(config, seeds=seeds, freq_mhz=freq, save=save, progress=progress)
+        report = verbs.fpga(config, seeds=seeds, freq_mhz=freq, speed=speed, save=save, progress=progress)
     console = _console()
     table = Table(title=f"{report.name} on {report.device}", title_justify="left")
     for name in ("unit", "LUT4", "FF", "DSP", "BRAM"):

@@ -87,15 +87,20 @@ def parameter_unit(name: str) -> str:
         "_bits": "bits", "_bytes": "bytes", "_tokens": "tokens", "_width": "lanes", "_rank": "columns",
         "_groups": "groups", "_slots": "groups", "_lanes": "values", "_ports": "lanes", "rows": "queries",
         "lanes": "MACs a row", "block": "tokens, lanes", "lookahead": "items",
+        "_memories": "true or false",
     }  # fmt: skip
     return next(unit for ending, unit in endings.items() if name.endswith(ending))
+
+
+def _shown(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def parameters_table() -> str:
     """Parameters of a configuration with meaning, unit and the values of the presets."""
     configs = configurations()
     rows = [
-        [f"`{name}`", meaning, parameter_unit(name), *(getattr(config, name) for config in configs)]
+        [f"`{name}`", meaning, parameter_unit(name), *(_shown(getattr(config, name)) for config in configs)]
         for name, meaning in parameter_comments().items()
         if name != "name"
     ]

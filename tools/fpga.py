@@ -41,6 +41,7 @@ from dtp.errors import DtpError, MissingToolError, must
 
 __all__ = [
     "LFE5U_85F",
+    "SPEED_GRADES",
     "Device",
     "FpgaReport",
     "PathSegment",
@@ -50,6 +51,7 @@ __all__ = [
     "Stage",
     "load_committed",
     "place_and_route",
+    "report_name",
     "report_path",
     "save_committed",
     "stale_message",
@@ -129,7 +131,9 @@ class Device:
     capacity: Resources
 
 
-LFE5U_85F = Device("LFE5U-85F", "--85k", "CABGA756", 6, Resources(lut4=83640, ff=83640, dsp=156, bram=208))
+SPEED_GRADES = (6, 7, 8)
+"""Of the ECP5, the slowest first."""
+LFE5U_85F = Device("LFE5U-85F", "--85k", "CABGA756", 8, Resources(lut4=83640, ff=83640, dsp=156, bram=208))
 
 
 @dataclass(frozen=True)
@@ -253,6 +257,11 @@ def report_path(name: str) -> Path:
     if not _NAME.fullmatch(name):
         raise must("FpgaReport", "name", "letters, digits, '_', '-' and '.'", name)
     return _ROOT / "docs" / "fpga" / f"{name}.json"
+
+
+def report_name(config_name: str, speed: int) -> str:
+    """What the report of a configuration is called; the fastest grade goes without saying."""
+    return config_name if speed == LFE5U_85F.speed else f"{config_name}-speed{speed}"
 
 
 def load_committed(name: str) -> FpgaReport | None:

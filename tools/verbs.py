@@ -797,7 +797,8 @@ def fpga(
     config: ConfigLike,
     *,
     seeds: int = 1,
-    freq_mhz: float = 200.0,
+    freq_mhz: float = 110.0,
+    speed: int = 8,
     save: bool = False,
     progress: Progress = _quiet,
 ) -> Any:
@@ -807,6 +808,7 @@ def fpga(
     ----------
     seeds : place-and-route runs, the fastest is reported
     freq_mhz : what placer and router aim at
+    speed : grade of the device, 6 (slow) to 8
     save : also write the report to ``docs/fpga``
 
     Raises
@@ -823,12 +825,16 @@ def fpga(
         raise must("fpga", "freq", "a finite number of MHz above 0", freq_mhz)
     from rtl.emit import Top
     from rtl.lib.multiplier import Target
-    from tools.fpga import place_and_route, save_committed
+    from tools.fpga import LFE5U_85F, SPEED_GRADES, place_and_route, report_name, save_committed
+
+    if speed not in SPEED_GRADES:
+        raise must("fpga", "speed", "6, 7 or 8", speed)
 
     top = Top(config, target=Target.ECP5)
     report = place_and_route(
         top,
-        name=config.name,
+        name=report_name(config.name, speed),
+        device=dataclasses.replace(LFE5U_85F, speed=speed),
         ports=top.ports,  # type: ignore[arg-type]
         freq_mhz=freq_mhz,
         seeds=seeds,

@@ -10,7 +10,7 @@ from dtp.config import Config
 from tools.bench import accuracy, hardware, install
 from tools.bench.cases import Case
 from tools.bench.measured import Bench, Measured
-from tools.fpga import FpgaReport, load_committed, stale_message
+from tools.fpga import SPEED_GRADES, FpgaReport, load_committed, report_name, stale_message
 
 LUT4_PER_MAC = 85
 DSP_LIMIT = 138
@@ -68,6 +68,9 @@ def _fpga(bench: Bench, cases: Sequence[Case], figure: str) -> Measured:
         met = report.routed and report.fmax_mhz is not None and report.fmax_mhz >= LEAST_MHZ
         clock = "packed, not routed" if report.fmax_mhz is None else f"{report.fmax_mhz:.1f} MHz routed"
         text = f"{clock}, {report.device}" + (f", seed {report.seed}" if report.routed else "")
+        slow = load_committed(report_name(config.name, SPEED_GRADES[0]))
+        if slow is not None and slow.fmax_mhz is not None and stale_message(slow, config.hash) is None:
+            text += f"; {slow.fmax_mhz:.1f} MHz routed on speed grade {SPEED_GRADES[0]}"
     elif figure == "lut4":
         met = report.lut4 <= LUT4_PER_MAC * config.macs
         text = f"{report.lut4 / config.macs:.1f} ({report.lut4:,} LUT4)"
