@@ -257,7 +257,7 @@ class OperationKind(IntEnum):
     DETERMINANT = 3
     """q to the reciprocal; no result."""
     LOAD_GRAM = 4
-    """c ± round_shift(entry ``a0`` of the Gram words << guard, gram_shift)."""
+    """c + round_shift(entry ``a0`` of the Gram words << guard, gram_shift)."""
     LOAD_PROJECTION = 5
     """round_shift(projection ``a0``, project_shift)."""
     LOAD_RECIPROCAL = 6
@@ -266,13 +266,13 @@ class OperationKind(IntEnum):
 
 @dataclass(frozen=True)
 class Operation:
-    """d = saturate(±c ± shift(a0·b0 ± a1·b1)); registers by number.
+    """d = saturate(c ± shift(a0·b0 ± a1·b1)); registers by number.
 
     Members
     -------
     a0, b0, a1, b1, c, d: registers; a0 is the index of a load
     subtract: q = a0·b0 − a1·b1
-    negate_q: the shifted q counts negative; negate_c: c does. Never both.
+    negative: the shifted q counts negative
     """
 
     kind: OperationKind = OperationKind.NONE
@@ -283,12 +283,11 @@ class Operation:
     c: int = 0
     d: int = 0
     subtract: bool = False
-    negate_q: bool = False
-    negate_c: bool = False
+    negative: bool = False
 
 
-ZERO, UNIT_DIAGONAL, UNIT_PAIR = 0, 1, 2
-"""Registers that hold 0, ``unit`` of a Woodbury job and ``unit`` of a Cayley job (0 in the other modes)."""
+ZERO, UNIT_DIAGONAL, UNIT_PAIR, MINUS_UNIT_PAIR = range(4)
+"""Registers that hold 0, ``unit`` of a Woodbury job, ``unit`` and −``unit`` of a Cayley job (0 in the other modes)."""
 WEIGHTS: Final = 4
 """First of the registers that hold the weights."""
 CONSTANTS: Final = 8
@@ -329,7 +328,7 @@ class _Builder:
         elif d is None:
             d, self._next = self._next, self._next + 1
         values: dict[str, int | bool] = {
-            name: bool(value) if name in ("subtract", "negate_q", "negate_c") else value
+            name: bool(value) if name in ("subtract", "negative") else value
             for name, value in fields.items()
         }
         self.operations.append(Operation(kind, d=d, **values))  # type: ignore[arg-type]
@@ -340,7 +339,7 @@ class _Builder:
         output: int | None = None,
     ) -> int:  # fmt: skip
         return self.add(
-            OperationKind.MULTIPLY, a0=a0, b0=b0, a1=a1, b1=b1, c=c, negate_q=negative, output=output
+            OperationKind.MULTIPLY, a0=a0, b0=b0, a1=a1, b1=b1, c=c, negative=negative, output=output
         )
 
 
@@ -356,7 +355,7 @@ def _solve_operations(size: int) -> list[Operation]:
             elif i == j:
                 G[i, j] = make.add(kind.LOAD_GRAM, a0=index, c=UNIT_DIAGONAL)
             else:
-                G[i, j] = make.add(kind.LOAD_GRAM, a0=index, c=UNIT_PAIR, negate_c=True)
+                G[i, j] = make.add(kind.LOAD_GRAM, a0=index, c=MINUS_UNIT_PAIR)
                 G[j, i] = make.add(kind.LOAD_GRAM, a0=index, c=UNIT_PAIR)
     y = [[make.add(kind.LOAD_PROJECTION, a0=slot * MAX_COLUMNS + c) for c in range(size)] for slot in range(2)]
     N: dict[tuple[int, int], int] = {}
@@ -366,8 +365,8 @@ def _solve_operations(size: int) -> list[Operation]:
         make.add(kind.DETERMINANT, d=ZERO, a0=G[a, a], b0=G[b, b], a1=G[a, b], b1=G[b, a], subtract=True)
         r = make.add(kind.LOAD_RECIPROCAL)
         N[a, a] = make.add(kind.INVERSE, a0=G[b, b], b0=r)
-        N[b, a] = make.add(kind.INVERSE, a0=G[b, a], b0=r, negate_q=True)
-        N[a, b] = make.add(kind.INVERSE, a0=G[a, b], b0=r, negate_q=True)
+        N[b, a] = make.add(kind.INVERSE, a0=G[b, a], b0=r, negative=True)
+        N[a, b] = make.add(kind.INVERSE, a0=G[a, b], b0=r, negative=True)
         N[b, b] = make.add(kind.INVERSE, a0=G[a, a], b0=r)
         for i in range(b + 1, size):
             for j in (a, b):

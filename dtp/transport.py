@@ -20,6 +20,7 @@ from dtp.config import REGISTER_BITS, Config
 from dtp.errors import must
 from dtp.fixed import Int, bits_for_magnitude, overflows, round_shift, saturate, signed_range
 from dtp.solve import (
+    CONSTANTS,
     GRAM_PAIRS,
     MAX_COLUMNS,
     PRODUCT_SHIFT,
@@ -118,6 +119,11 @@ class TransportParams:
         return bits_for_magnitude(magnitude)
 
     @property
+    def gram_sum_bits(self) -> int:
+        """Signed width of a Gram sum: of products, or of the squares of sums where factors have 8 bits."""
+        return self.gram_bits + (2 if self.config.factor_bits == 8 else 0)
+
+    @property
     def expand_bits(self) -> int:
         """Signed width of an exact expansion with the state in front."""
         products = self.config.transport_columns << (self.config.factor_bits - 1 + REGISTER_BITS - 1)
@@ -153,8 +159,8 @@ class TransportParams:
 
     @property
     def operand_cycle(self) -> int:
-        """From the issue of a tile to the operands at the multipliers: memory, its register."""
-        return 2
+        """From the issue of a tile to the operands at the multipliers: address, memory, its register."""
+        return 3
 
     @property
     def product_cycle(self) -> int:
@@ -163,7 +169,7 @@ class TransportParams:
 
     @property
     def project_cycles(self) -> int:
-        """From the issue of a token's last tile to the cycle in which its context counts as projected."""
+        """From the issue of a token's last tile to the first cycle in which the solve lane can start it."""
         return self.product_cycle + self.row_levels + 2
 
     @property
@@ -174,17 +180,36 @@ class TransportParams:
     @property
     def output_depth(self) -> int:
         """Output words that can wait, those on the way included; more than :attr:`output_cycles`."""
-        return 32
+        return 16
 
     @property
-    def min_gram_phase(self) -> int:
-        """A Gram phase takes at least as long: the lane that got the one before still forms its entries."""
-        return len(GRAM_PAIRS) + 4
+    def gram_product_cycles(self) -> int:
+        """From two factors to their product, or the square of their sum: sum, table, its register."""
+        return 3 if self.config.factor_bits == 8 else MULTIPLIER_CYCLES + 1
+
+    @property
+    def gram_levels(self) -> int:
+        """Levels of the adder tree over the rows of a Gram cycle."""
+        return (self.gram_rows - 1).bit_length()
+
+    @property
+    def gram_latency(self) -> int:
+        """From the last cycle of a token's Gram steps to the first in which the solve lane can start it."""
+        return 6 + self.gram_product_cycles + self.gram_levels + len(GRAM_PAIRS) + 5
+
+    @property
+    def start_cycles(self) -> int:
+        """From the cycle in which a job is taken to the first in which a solve lane can start a token."""
+        return THREADS * CONSTANTS + 1
 
     @property
     def operation_cycles(self) -> int:
-        """From the turn of an operation to its result in the registers; RESULT_SLOTS turns are enough."""
-        return RESULT_SLOTS * THREADS - 2
+        """From the turn of an operation to the first cycle in which its result can be read; at most RESULT_SLOTS turns."""
+        return RESULT_SLOTS * THREADS
+
+    def min_gram_phase(self, groups: int) -> int:
+        """A Gram phase takes at least as long: the lane that got the one before still forms its entries."""
+        return -(-(len(GRAM_PAIRS) + 4) // (self.config.solve_lanes if groups == 1 else 1))
 
     def gram_phases(self, groups: int) -> int:
         """Pairs of tiles side by side."""
@@ -269,9 +294,13 @@ class TransportJob:
         if len(self.weights) != UNIT_PAIRS:
             raise must(owner, "weights", f"of {UNIT_PAIRS} integers", self.weights)
         low, high = signed_range(REGISTER_BITS)
-        for name, value in (("unit", self.unit), *(("weights", weight) for weight in self.weights)):
-            if not low <= value <= high:
-                raise must(owner, name, f"in {low}…{high}", value)
+        if not 0 <= self.unit <= high:
+            raise must(owner, "unit", f"in 0…{high}", self.unit)
+        for weight in self.weights:
+            if not low <= weight <= high:
+                raise must(owner, "weights", f"in {low}…{high}", weight)
+        if params.vectors == 2 and self.separate and self.plain and self.transposed:
+            raise must(owner, "transposed", "unset where plain and separate are set and vectors work in pairs", True)
         for name, words in (("factor", self.factor_words), ("state", self.state_words(params))):
             if words > BUFFER_WORDS:
                 raise must(owner, "words", f"few enough for {BUFFER_WORDS} {name} words a token", self.words)
@@ -534,8 +563,8 @@ def quantise_solve(
     """Factors (n, width, k) of a Woodbury or Cayley transport, real, in integers with exact scales.
 
     ``unit`` is as large as the largest entry of G, doubled for the elimination, and the largest projection of a state
-    of norm ``state_norm`` leave room for, and at most 2^16; the scale of V is a hair larger than its largest number asks
-    for, so that the power of two between VᵀV and unit is exact.
+    of norm ``state_norm`` leave room for, and at most 2^16; the scale of V is a hair larger than its largest number
+    asks for, so that the power of two between VᵀV and unit is exact.
 
     Raises
     ------

@@ -18,6 +18,7 @@ from dtp.solve import (
     RECIPROCAL_FINE,
     REGISTERS,
     RESULT_SLOTS,
+    MINUS_UNIT_PAIR,
     UNIT_DIAGONAL,
     UNIT_PAIR,
     WEIGHTS,
@@ -44,6 +45,7 @@ def run_program(
     registers[:CONSTANTS] = 0
     registers[UNIT_DIAGONAL] = unit if mode is MiddleMode.WOODBURY else 0
     registers[UNIT_PAIR] = unit if mode is MiddleMode.CAYLEY else 0
+    registers[MINUS_UNIT_PAIR] = -registers[UNIT_PAIR]
     registers[WEIGHTS : WEIGHTS + 4] = weights
     columns = 4 * groups
     entries = {gram_index(i, j): int(gram[i, j]) for i in range(columns) for j in range(i, columns)}
@@ -79,7 +81,7 @@ def run_program(
                 q = int(round_shift(q, 15))
             case OperationKind.INVERSE:
                 q = int(round_shift(q, e - 13))
-        exact = (-c if op.negate_c else c) + (-q if op.negate_q else q)
+        exact = c + (-q if op.negative else q)
         saturated |= bool(overflows(exact, REGISTER_BITS))
         written.append((slot + RESULT_SLOTS, op.d, int(saturate(exact, REGISTER_BITS))))
     for _, register, value in written:
@@ -167,7 +169,6 @@ def test_schedule(mode: MiddleMode, groups: int) -> None:
             continue
         sources = (op.c,) if op.kind in LOADS else (op.a0, op.b0, op.a1, op.b1, op.c)
         assert all(written[n] + RESULT_SLOTS <= slot for n in sources)
-        assert not (op.negate_q and op.negate_c)
         if op.kind is not OperationKind.DETERMINANT:
             assert op.d not in written and OUTPUTS <= op.d < REGISTERS
             written[op.d] = slot

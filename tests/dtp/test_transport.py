@@ -291,20 +291,26 @@ def test_widths_hold_the_worst_case() -> None:
 def test_order_of_the_words(name: str) -> None:
     config = Config.load(name)
     p = TransportParams(config)
+    separate = p.vectors == 1
     job = TransportJob(
-        mode=MiddleMode.SCALE, tokens=2, words=3, groups=2, plain=True, transposed=True, separate=True,
+        mode=MiddleMode.SCALE, tokens=2, words=3, groups=2, plain=True, transposed=True, separate=separate,
         identity=False, base=True, tag=7,
     )  # fmt: skip
     random = np.random.default_rng(1)
     width = 3 * p.tile_rows - 1
     v, w = random.integers(-127, 128, (2, 2, width, 7))
+    if not separate:
+        with pytest.raises(DtpError, match=r"^TransportJob\.transposed must be unset where plain and separate"):
+            replace(job, separate=True).check(config)
+        w = None
     x, base = random.integers(-999, 1000, (2, 2, 2, width))
     factors = factor_words(config, job, v, w)
     assert factors.shape == (2, job.factor_words, config.transport_lanes)
     for token, word, group, row, column in ((0, 0, 0, 0, 3), (1, 2, 1, 0, 2), (1, 1, 0, 1, 0)):
         lane = 4 * row + column
         assert factors[token, 2 * word + group, lane] == v[token, word * p.tile_rows + row, 4 * group + column]
-        assert factors[token, 6 + 2 * word + group, lane] == w[token, word * p.tile_rows + row, 4 * group + column]
+        if w is not None:
+            assert factors[token, 6 + 2 * word + group, lane] == w[token, word * p.tile_rows + row, 4 * group + column]
     assert not factors[:, 1::2, 3::4].any() and not factors[:, 4:6, 4 * (p.tile_rows - 1) :].any()
     words = state_words(config, job, x, base)
     assert words.shape == (2, job.state_words(p), p.vectors * p.tile_rows)
@@ -329,7 +335,7 @@ JOB = TransportJob(mode=MiddleMode.CAYLEY, tokens=1, words=2, groups=1)
         (replace(JOB, groups=3), r"TransportJob\.groups must be in 1…2, not 3"),
         (replace(JOB, plain=False), r"TransportJob\.plain must be set where transposed is not, not False"),
         (replace(JOB, base=True), r"TransportJob\.base must be unset where identity is set, not True"),
-        (replace(JOB, unit=1 << 17), r"TransportJob\.unit must be in -131072…131071, not 131072"),
+        (replace(JOB, unit=1 << 17), r"TransportJob\.unit must be in 0…131071, not 131072"),
         (replace(JOB, weights=(1,)), r"TransportJob\.weights must be of 4 integers, not \(1,\)"),
         (replace(JOB, gram_shift=32), r"TransportJob\.gram_shift must be in 0…31, not 32"),
     ],
