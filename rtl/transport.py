@@ -23,7 +23,7 @@ from dtp.transport import (
 )
 from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
-from rtl.lib.multiplier import Multiplier, Target
+from rtl.lib.multiplier import MultiplexedAdder, Multiplier, Target
 from rtl.lib.streams import RegisterSlice, StreamQueue
 from rtl.solve import JobLayout, SolveLane
 
@@ -275,24 +275,29 @@ class TransportCore(wiring.Component):
         tile, vectors = Signal(_factor_layout(p)), Signal(_state_layout(p))
         m.d.sync += [middle.eq(chosen), tile.eq(factors.data), vectors.eq(states.data)]
 
-        products: list[list[list[Value]]] = []
+        # Lane (i, j) of four rows multiplies V[i][j]·x[i] or W[j][i]·m[i], so that the same adders sum over i.
+        expands = tags[p.operand_cycle].expanding
+        sums: list[list[list[Value]]] = []
         for v in range(p.vectors):
-            products.append([])
-            for r in range(p.tile_rows):
-                products[v].append([])
-                for c in range(TILE_COLUMNS):
-                    unit = Multiplier(self.config.factor_bits, REGISTER_BITS, target=self._target)
-                    m.submodules[f"multiplier_{v}_{r}_{c}"] = unit
-                    operand = Signal(signed(REGISTER_BITS), name=f"operand_{v}_{r}_{c}")
-                    m.d.comb += [
-                        operand.eq(Mux(tags[p.operand_cycle].expanding, middle[v][c], vectors[v][r])),
-                        unit.a.eq(tile[r][c]),
-                        unit.a_enable.eq(1),
-                        unit.b.eq(operand),
-                    ]
-                    products[v][r].append(unit.o)
-        self._project(m, tags, valids, products, lanes, lane_bits)
-        self._expand(m, job, tags, valids, products, vectors, start, room, issue & expanding & last_group)
+            sums.append([])
+            for block in range(p.tile_rows // TILE_COLUMNS):
+                rows = range(block * TILE_COLUMNS, (block + 1) * TILE_COLUMNS)
+                terms: list[list[Value]] = [[] for _ in rows]
+                for i, r in enumerate(rows):
+                    operand = Signal(signed(REGISTER_BITS), name=f"operand_{v}_{r}")
+                    m.d.comb += operand.eq(Mux(expands, middle[v][i], vectors[v][r]))
+                    for j in range(TILE_COLUMNS):
+                        unit = Multiplier(self.config.factor_bits, REGISTER_BITS, target=self._target)
+                        m.submodules[f"multiplier_{v}_{r}_{j}"] = unit
+                        m.d.comb += [
+                            unit.a.eq(tile[r][j] if i == j else Mux(expands, tile[rows[j]][i], tile[r][j])),
+                            unit.a_enable.eq(1),
+                            unit.b.eq(operand),
+                        ]
+                        terms[j].append(unit.o)
+                sums[v].append([_tree(m, f"sum_{v}_{block}_{j}", terms[j]) for j in range(TILE_COLUMNS)])
+        self._project(m, tags, valids, sums, lanes, lane_bits)
+        self._expand(m, job, tags, valids, sums, vectors, start, room, issue & expanding & last_group)
 
         # Errors.
         range_error = Cat(lane.range for lane in lanes).any()
@@ -308,13 +313,13 @@ class TransportCore(wiring.Component):
         m: Module,
         tags: list[data.View],
         valids: list[Value],
-        products: list[list[list[Value]]],
+        sums: list[list[list[Value]]],
         lanes: list[SolveLane],
         lane_bits: int,
     ) -> None:
         """Sums over the rows of a tile, added to those of the tiles before; the last go to the solve lane."""
         p = self.params
-        bits = self.config.factor_bits + STATE_BITS
+        bits = self.config.factor_bits + STATE_BITS + p.column_levels
         cycle = p.product_cycle + p.row_levels
         tag = tags[cycle]
         place = Cat(tag.group, tag.slot) if p.vectors == 1 else tag.group
@@ -324,16 +329,14 @@ class TransportCore(wiring.Component):
         valid = valids[cycle] & ~tag.expanding
         for v in range(p.vectors):
             for c in range(TILE_COLUMNS):
-                terms = [products[v][r][c][:bits].as_signed() for r in range(p.tile_rows)]
-                total = _tree(m, f"project_{v}_{c}", terms)
+                total = _tree(m, f"project_{v}_{c}", [block[c][:bits].as_signed() for block in sums[v]])
                 m.submodules[f"sums_{v}_{c}"] = memory = Memory(
                     shape=signed(p.sum_bits), depth=1 << len(place), init=[]
                 )
                 write, read = memory.write_port(), memory.read_port(domain="comb")
-                added = Signal(signed(p.sum_bits), name=f"sum_{v}_{c}")
+                added = self._add(m, f"add_{v}_{c}", p.sum_bits, tag.first, read.data, total)
                 m.d.comb += [
                     read.addr.eq(place),
-                    added.eq(Mux(tag.first, 0, read.data) + total),
                     write.addr.eq(place),
                     write.data.eq(added),
                     write.en.eq(valid),
@@ -358,7 +361,7 @@ class TransportCore(wiring.Component):
         job: data.View,
         tags: list[data.View],
         valids: list[Value],
-        products: list[list[list[Value]]],
+        sums: list[list[list[Value]]],
         vectors: Value,
         start: Value,
         room: Value,
@@ -375,10 +378,11 @@ class TransportCore(wiring.Component):
         for v in range(p.vectors):
             for r in range(p.tile_rows):
                 name = f"{v}_{r}"
-                total = _tree(m, f"expand_{name}", products[v][r])
+                total = sums[v][r // TILE_COLUMNS][r % TILE_COLUMNS]
                 held = Signal(signed(p.expand_bits), name=f"held_{name}", reset_less=True)
+                following = self._add(m, f"hold_{name}", p.expand_bits, ~tags[cycle].group, held, total)
                 with m.If(valids[cycle]):
-                    m.d.sync += held.eq(total + Mux(tags[cycle].group, held, 0))
+                    m.d.sync += held.eq(following)
                 state = states[(v * p.tile_rows + r) * STATE_BITS :][:STATE_BITS].as_signed()
                 exact = Signal(signed(p.expand_bits), name=f"exact_{name}", reset_less=True)
                 half = 1 << (p.expand_shift - 1)
@@ -536,8 +540,9 @@ class TransportCore(wiring.Component):
         sums = Signal(data.ArrayLayout(signed(p.gram_sum_bits), _PAIRS), reset_less=True)
         for n in range(_PAIRS):
             total = _tree(m, f"gram_{n}", terms[n * p.gram_rows : (n + 1) * p.gram_rows])
+            following = self._add(m, f"gram_sum_{n}", p.gram_sum_bits, firsts[stages], sums[n], total)
             with m.If(valids[stages]):
-                m.d.sync += sums[n].eq(Mux(firsts[stages], 0, sums[n]) + total)
+                m.d.sync += sums[n].eq(following)
         last, phase_bits, of = infos[-1][0], infos[-1][1:3], infos[-1][3:]
         for n, lane in enumerate(lanes):
             m.d.comb += [
@@ -547,6 +552,13 @@ class TransportCore(wiring.Component):
                 lane.gram_phase.eq(phase_bits),
                 lane.gram_last.eq(last),
             ]
+
+    def _add(self, m: Module, name: str, bits: int, first: Value, old: Value, term: Value) -> Value:
+        """``term``, or ``old + term`` unless it is the first."""
+        m.submodules[name] = adder = MultiplexedAdder(bits, target=self._target)
+        wide = Signal(signed(bits), name=f"{name}_term")
+        m.d.comb += [wide.eq(term), adder.select.eq(first), adder.x0.eq(old), adder.x1.eq(0), adder.y.eq(wide)]
+        return adder.o.as_signed()
 
     def _squares(self, m: Module, pairs: list[tuple[Value, Value]]) -> list[Value]:
         """(x + y)² by tables with two read ports; sum, table, its register."""

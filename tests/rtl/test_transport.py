@@ -31,8 +31,8 @@ CONFIGS = {
     "tiny": _TINY,
     "16 bits": _TINY.changed(factor_bits=16),
     "ecp5-85k": Config.load("ecp5-85k"),
-    "two lanes": _TINY.changed(solve_lanes=2, transport_lanes=16),
-    "pairs": _TINY.changed(transport_vectors=2, transport_lanes=16),
+    "two lanes": _TINY.changed(solve_lanes=2),
+    "pairs": _TINY.changed(transport_vectors=2, transport_lanes=64, solve_lanes=4, transport_width=128),
     "four columns": _TINY.changed(transport_columns=4),
 }
 
