@@ -204,7 +204,7 @@ class TransportParams:
 
     @property
     def operation_cycles(self) -> int:
-        """From the turn of an operation to the first cycle in which its result can be read; at most RESULT_SLOTS turns."""
+        """From the turn of an operation to the first cycle in which its result can be read."""
         return RESULT_SLOTS * THREADS
 
     def min_gram_phase(self, groups: int) -> int:

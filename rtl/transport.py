@@ -10,7 +10,7 @@ from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from dtp.config import REGISTER_BITS, Config
-from dtp.solve import GRAM_PAIRS, THREADS, TILE_COLUMNS, MiddleMode, TransportError
+from dtp.solve import GRAM_PAIRS, TILE_COLUMNS, UNIT_PAIRS, MiddleMode, TransportError
 from dtp.transport import (
     BUFFER_WORDS,
     DESCRIPTOR_BYTES,
@@ -33,6 +33,22 @@ _POINTER = BUFFER_WORDS.bit_length()
 _ADDRESS = _POINTER - 1
 _PAIRS = len(GRAM_PAIRS)
 _SQUARE_BITS = 9
+
+
+_DESCRIPTOR = data.StructLayout(
+    {
+        "magic": unsigned(16),
+        "mode": unsigned(8),
+        "flags": unsigned(8),
+        "last_token": unsigned(16),
+        "last_word": unsigned(16),
+        "project_shift": unsigned(8),
+        "gram_shift": unsigned(8),
+        "tag": unsigned(16),
+        "unit": signed(32),
+        "weights": data.ArrayLayout(signed(32), UNIT_PAIRS),
+    }
+)
 
 
 def _state_layout(params: TransportParams) -> data.ArrayLayout:
@@ -584,6 +600,199 @@ class TransportCore(wiring.Component):
             m.d.comb += [unit.a.eq(x), unit.a_enable.eq(1), unit.b.eq(y)]
             terms.append(unit.o)
         return terms
+
+
+class Transport(wiring.Component):
+    """The engine behind a byte stream: docs/transport.md, 6. One job at a time.
+
+    A beat is taken in every cycle in which the core takes its word; ``i`` and ``o`` are register slices. Jobs do not
+    overlap: the next descriptor is taken after the status record of the job before.
+
+    Parameters
+    ----------
+    config: the processor
+    target: plain description or explicit ECP5 cells
+
+    Members
+    -------
+    i: In(stream of {data: input_bytes, last})
+    o: Out(stream of {data: output_bytes, user: 0, last})
+    """
+
+    def __init__(self, config: Config, *, target: Target = Target.GENERIC) -> None:
+        self.config = config
+        self.params = TransportParams(config)
+        self._target = target
+        self._input = data.StructLayout({"data": unsigned(8 * config.input_bytes), "last": unsigned(1)})
+        self._output = data.StructLayout(
+            {"data": unsigned(8 * config.output_bytes), "user": unsigned(1), "last": unsigned(1)}
+        )
+        super().__init__({"i": In(stream.Signature(self._input)), "o": Out(stream.Signature(self._output))})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        c, p = self.config, self.params
+        m.submodules.core = core = TransportCore(c, target=self._target)
+        m.submodules.input = source = RegisterSlice(self._input)
+        m.submodules.output = sink = RegisterSlice(self._output)
+        wiring.connect(m, wiring.flipped(self.i), source.i)
+        wiring.connect(m, sink.o, wiring.flipped(self.o))
+        beat, beat_last = source.o.payload.data, source.o.payload.last
+        bits = 8 * c.input_bytes
+
+        # Descriptor.
+        head_beats = -(-DESCRIPTOR_BYTES // c.input_bytes)
+        head = Signal(max(8 * DESCRIPTOR_BYTES, bits), reset_less=True)
+        fields = Signal(_DESCRIPTOR, reset_less=True)
+        m.d.comb += fields.eq(head[: 8 * DESCRIPTOR_BYTES])
+        flags = fields.flags
+        plain, transposed, separate, identity, base, two = (flags[n] for n in range(6))
+        tiles = (fields.last_word + 1) << two
+        pairs = (fields.last_word + 1) << (plain & transposed if p.vectors == 1 else 0)
+        refused = Signal()
+        m.d.sync += refused.eq(
+            (fields.magic != JOB_MAGIC)
+            | (fields.mode > max(MiddleMode))
+            | flags[6:].any()
+            | (fields.last_word >= p.max_words)
+            | (two if p.max_groups == 1 else 0)
+            | ~(plain | transposed)
+            | (identity & base)
+            | fields.project_shift[5:].any()
+            | fields.gram_shift[5:].any()
+            | (fields.unit < 0)
+            | ((tiles << separate) > BUFFER_WORDS)
+            | ((pairs << base) > BUFFER_WORDS)
+            | (plain & transposed & separate if p.vectors == 2 else 0)
+        )
+        job = core.job.payload
+        m.d.comb += [
+            job.mode.eq(fields.mode),
+            job.last_group.eq(two),
+            job.last_word.eq(fields.last_word),
+            job.last_token.eq(fields.last_token),
+            job.plain.eq(plain),
+            job.transposed.eq(transposed),
+            job.separate.eq(separate),
+            job.identity.eq(identity),
+            job.base.eq(base),
+            job.project_shift.eq(fields.project_shift),
+            job.gram_shift.eq(fields.gram_shift),
+            job.unit.eq(fields.unit),
+            *(job.weights[n].eq(fields.weights[n]) for n in range(UNIT_PAIRS)),
+        ]
+        factor_count, state_count = Signal(_POINTER), Signal(_POINTER)
+        m.d.sync += [factor_count.eq(tiles << separate), state_count.eq(pairs << base)]
+
+        # Words of several beats, the lowest first.
+        parts = (word_beats(p.factor_word_bits, c.input_bytes), word_beats(p.state_word_bits, c.input_bytes))
+        before = Signal(max(0, max(parts) - 1) * bits, reset_less=True)
+        count = Signal(range(max(*parts, head_beats)))
+        word, token = Signal(_POINTER), Signal(16)
+        of_state, ended, error = Signal(), Signal(), Signal()
+        word_end, give, feeding, last_word = Signal(), Signal(), Signal(), Signal()
+        for n, port in enumerate((core.factors, core.state)):
+            value = Cat(before[len(before) - (parts[n] - 1) * bits :], Mux(ended, 0, beat))
+            m.d.comb += [
+                port.payload.eq(value[: len(port.payload.as_value())]),
+                port.valid.eq(feeding & (of_state == n) & word_end & (ended | source.o.valid)),
+            ]
+        taken = Signal()
+        m.d.comb += [
+            word_end.eq(count == Mux(of_state, parts[1] - 1, parts[0] - 1)),
+            last_word.eq(word == Mux(of_state, state_count, factor_count) - 1),
+            give.eq(~word_end | Mux(of_state, core.state.ready, core.factors.ready)),
+            taken.eq(feeding & give & (ended | source.o.valid)),
+        ]
+        with m.If(taken):
+            if len(before):
+                m.d.sync += before.eq(Cat(before, Mux(ended, 0, beat))[bits:])
+            m.d.sync += count.eq(Mux(word_end, 0, count + 1))
+            with m.If(word_end):
+                m.d.sync += word.eq(Mux(last_word, 0, word + 1))
+                with m.If(last_word):
+                    m.d.sync += [of_state.eq(~of_state), token.eq(token + of_state)]
+
+        # Output words in beats.
+        out_beats = word_beats(p.state_word_bits, c.output_bytes)
+        out_bits = 8 * c.output_bytes
+        status_bits = 8 * STATUS_BYTES
+        status_beats = word_beats(status_bits, c.output_bytes)
+        held = Signal(out_bits * max(out_beats, status_beats), reset_less=True)
+        holds = Signal(range(max(out_beats, status_beats) + 1))
+        is_status, send = Signal(), Signal()
+        sent, refill = Signal(), Signal()
+        tag = Signal(16)
+        status = Cat(
+            Const(STATUS_MAGIC, 16),
+            (core_error := Signal(8)),
+            Const(0, 8),
+            (saturations := Signal(16)),
+            tag,
+        )
+        ran = Signal()
+        m.d.comb += [
+            core_error.eq(Mux(ran, core.error, 0) | Mux(error, int(TransportError.JOB), 0)),
+            saturations.eq(Mux(ran, core.saturations, 0)),
+            sink.i.valid.eq(holds.any()),
+            sink.i.payload.data.eq(held[:out_bits]),
+            sink.i.payload.last.eq(is_status & (holds == 1)),
+            sent.eq(sink.i.valid & sink.i.ready),
+            refill.eq(~holds.any() | (sent & (holds == 1))),
+            core.o.ready.eq(refill),
+        ]
+        with m.If(sent):
+            m.d.sync += [held.eq(held >> out_bits), holds.eq(holds - 1)]
+        with m.If(refill & core.o.valid):
+            m.d.sync += [held.eq(core.o.payload.data.as_value()), holds.eq(out_beats), is_status.eq(0)]
+        with m.If(send):
+            m.d.sync += [held.eq(status), holds.eq(status_beats), is_status.eq(1)]
+
+        with m.FSM():
+            with m.State("HEAD"):
+                m.d.comb += source.o.ready.eq(1)
+                m.d.sync += [ended.eq(0), error.eq(0), ran.eq(0), of_state.eq(0), word.eq(0), token.eq(0)]
+                with m.If(source.o.valid):
+                    m.d.sync += [head.eq(Cat(head, beat)[-len(head) :]), count.eq(count + 1), ended.eq(beat_last)]
+                    with m.If(count == head_beats - 1):
+                        m.d.sync += count.eq(0)
+                        m.next = "CHECK"
+                    with m.Elif(beat_last):
+                        m.d.sync += [count.eq(0), error.eq(1), tag.eq(0)]
+                        m.next = "STATUS"
+            with m.State("CHECK"):
+                m.next = "START"
+            with m.State("START"):
+                m.d.sync += tag.eq(fields.tag)
+                m.d.comb += core.job.valid.eq(~refused & ~ended)
+                m.d.sync += [error.eq(refused | ended), ran.eq(~refused & ~ended)]
+                with m.If(refused | ended):
+                    m.next = "DROP"
+                with m.Else():
+                    m.next = "FEED"
+            with m.State("FEED"):
+                m.d.comb += [feeding.eq(1), source.o.ready.eq(give & ~ended)]
+                final = of_state & last_word & word_end & (token == fields.last_token)
+                with m.If(taken):
+                    with m.If(~ended & (beat_last != final)):
+                        m.d.sync += error.eq(1)
+                    m.d.sync += ended.eq(ended | beat_last)
+                    with m.If(final):
+                        m.next = "DROP"
+            with m.State("DROP"):
+                m.d.comb += source.o.ready.eq(~ended)
+                with m.If(source.o.valid):
+                    m.d.sync += ended.eq(ended | beat_last)
+                with m.If(ended & core.idle & refill):
+                    m.next = "STATUS"
+            with m.State("STATUS"):
+                with m.If(~holds.any()):
+                    m.d.comb += send.eq(1)
+                    m.next = "WAIT"
+            with m.State("WAIT"):
+                with m.If(~holds.any()):
+                    m.next = "HEAD"
+        return m
 
 
 class _Buffer:

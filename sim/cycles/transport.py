@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtp.config import Config
 from dtp.solve import THREADS
-from dtp.transport import BUFFER_WORDS, TransportJob, TransportParams
+from dtp.transport import (
+    BUFFER_WORDS,
+    DESCRIPTOR_BYTES,
+    STATUS_BYTES,
+    TransportJob,
+    TransportParams,
+    word_beats,
+)
 
-__all__ = ["CoreStep", "TransportCycles", "core_cycles"]
+__all__ = ["CoreStep", "TransportCycles", "core_cycles", "stream_cycles"]
 
 
 @dataclass(frozen=True)
@@ -29,10 +37,10 @@ class TransportCycles:
     Cycle 0 is the one in which the job is taken. Inputs are ready from cycle 2 on while words of the job are missing
     and their buffer holds fewer than 512; a word leaves it when its token's expansion issues its last tile.
 
-    The engine issues a tile a cycle: ``words`` · slots · ``groups`` tiles project a token, as many expand it. In a cycle in which
-    it is free (idle, or issuing the last tile of a phase) it begins the expansion of the oldest token, if its m was there a cycle
-    ago, or else the projection of the next one, if its words were there a cycle ago and a context was free. An
-    expansion waits at the last tile of a word while ``P.output_depth`` words are on their way.
+    The engine issues a tile a cycle: ``words`` · slots · ``groups`` tiles project a token, as many expand it. In a
+    cycle in which it is free (idle, or issuing the last tile of a phase) it begins the expansion of the oldest token,
+    if its m was there a cycle ago, or else the projection of the next one, if its words were there a cycle ago and a
+    context was free. An expansion waits at the last tile of a word while ``P.output_depth`` words are on their way.
 
     Gram: a token takes ``P.gram_phases`` phases of max(words · ``P.gram_cycles``, ``P.min_gram_phase``) cycles; it
     begins when its factors were there a cycle ago, a context was free and the token before is at its end.
@@ -179,3 +187,56 @@ def core_cycles(config: Config, job: TransportJob) -> int:
     while not model.step(True, True, True).ended:
         pass
     return model.cycle
+
+
+def stream_cycles(config: Config, jobs: Sequence[TransportJob]) -> list[int]:
+    """Cycle of every output beat of ``Transport``, from the first input beat taken, without stalls outside.
+
+    The descriptor takes a cycle a beat and two to be judged; the core's cycle 0 is the second of these. Then words are
+    taken as the core takes them. An output word makes its beats one a cycle, the next word is taken with its last.
+    When the core is idle the status record follows: two cycles later its first beat, and after its last two more to
+    the next descriptor. Input and output cross a register each.
+    """
+    p = TransportParams(config)
+    parts = (
+        word_beats(p.factor_word_bits, config.input_bytes), word_beats(p.state_word_bits, config.input_bytes),
+    )  # fmt: skip
+    out_beats = word_beats(p.state_word_bits, config.output_bytes)
+    status_beats = word_beats(8 * STATUS_BYTES, config.output_bytes)
+    beats: list[int] = []
+    cycle = 1
+    for job in jobs:
+        cycle += word_beats(8 * DESCRIPTOR_BYTES, config.input_bytes) + 1
+        core = TransportCycles(config, job)
+        counts = (job.factor_words, job.state_words(p))
+        kind = word = part = token = holds = 0
+        feeding = idle = False
+        while True:
+            offers = [feeding and kind == n and part == parts[n] - 1 for n in range(2)]
+            sent = holds > 0
+            refill = holds <= 1
+            if not feeding and token == job.tokens and idle and refill:
+                break
+            if sent:
+                beats.append(cycle + 1)
+                holds -= 1
+            if not idle:
+                step = core.step(offers[0], offers[1], refill)
+                if step.o_valid and refill:
+                    holds = out_beats
+                idle = step.ended
+                whole = part == parts[kind] - 1
+                if feeding and (not whole or (step.factor_ready, step.state_ready)[kind]):
+                    part = 0 if whole else part + 1
+                    if whole:
+                        word += 1
+                        if word == counts[kind]:
+                            token += kind
+                            kind, word = 1 - kind, 0
+                feeding = token < job.tokens
+            cycle += 1
+        beats += [cycle + 1] * holds
+        cycle += 2
+        beats += [cycle + 1 + n for n in range(status_beats)]
+        cycle += status_beats + 1
+    return beats

@@ -19,12 +19,17 @@ from dtp.transport import (
     TransportResult,
     factor_words,
     output_words,
+    pack_job,
+    pack_outputs,
     state_words,
+    status_beats,
     transport,
 )
 from rtl.lib.multiplier import Target
-from rtl.transport import TransportCore
-from sim.cycles.transport import TransportCycles, core_cycles
+from rtl.transport import Transport, TransportCore
+from sim.bench.amaranth_stream import run_amaranth
+from sim.bench.stream import StreamJob
+from sim.cycles.transport import TransportCycles, core_cycles, stream_cycles
 
 _TINY = Config.load("tiny")
 CONFIGS = {
@@ -170,3 +175,83 @@ def test_with_stalls(name: str, source: float, sink: float) -> None:
     config = CONFIGS[name]
     cases = [Case.of(config, 3, tokens=9, words=2), Case.of(config, 4, mode=MiddleMode.SCALE, groups=2, tokens=4)]
     _run(config, cases, 2, source=source, sink=sink)
+
+
+def _stream(config: Config, parts: list[tuple[np.ndarray, np.ndarray]], **stalls: Any) -> Int:
+    """Input beats of jobs and what must come out, byte for byte."""
+    beats = np.concatenate([part[0] for part in parts])
+    last = np.concatenate([np.arange(len(part[0])) == len(part[0]) - 1 for part in parts])
+    wanted = np.concatenate([part[1] for part in parts])
+    job = StreamJob(beats=beats, last=last, packets=len(parts), timeout_cycles=200_000, drain_cycles=60, **stalls)
+    result = run_amaranth(Transport(config), job)
+    result.check()
+    assert result.data.tolist() == wanted.tolist()
+    ends = np.cumsum([len(part[1]) for part in parts]) - 1
+    assert np.flatnonzero(result.last).tolist() == ends.tolist()
+    return result.cycles - result.first_input_cycle
+
+
+def _packed(config: Config, case: Case) -> tuple[np.ndarray, np.ndarray]:
+    beats = pack_job(config, case.job, case.v, case.x, w=case.w, base=case.base)
+    return beats, pack_outputs(config, case.job, case.result)
+
+
+@pytest.mark.parametrize("stalls", [{}, {"source_stall": 0.5, "sink_stall": 0.5}], ids=["free", "stalls"])
+@pytest.mark.parametrize("name", ["tiny", "16 bits", "ecp5-85k", "pairs"])
+def test_stream(name: str, stalls: dict[str, float]) -> None:
+    config = CONFIGS[name]
+    separate = {"separate": True, "transposed": name != "pairs", "identity": False, "base": True}
+    cases = [
+        Case.of(config, 5, tokens=3, words=3, tag=77),
+        Case.of(config, 6, mode=MiddleMode.SCALE, groups=2, tokens=2, words=2, tag=65535, **separate),
+    ]
+    cycles = _stream(config, [_packed(config, case) for case in cases], **stalls)
+    if not stalls:
+        assert cycles.tolist() == stream_cycles(config, [case.job for case in cases])
+
+
+def test_bad_jobs_are_answered_and_the_next_one_runs() -> None:
+    config = _TINY
+    good = Case.of(config, 7, tokens=2, words=2, tag=5)
+    beats, outputs = _packed(config, good)
+    status = status_beats(config, 5, TransportError.JOB, 0)
+    wrong_magic = beats.copy()
+    wrong_magic[0, 0] ^= 1
+    no_slot = beats.copy()
+    no_slot[0, 3] &= ~3 & 0xFF
+    too_long = beats.copy()
+    too_long[0, 6] = 200
+    # Cut after the first token: the rest counts as 0. The sums of the second token are then 0, so is its output.
+    zeros = Case(good.job, good.v.copy(), good.x.copy(), None, None, good.result)
+    zeros.v[1], zeros.x[1] = 0, 0
+    result = transport(config, good.job, zeros.v, zeros.x)
+    result = replace(result, error=result.error | TransportError.JOB)
+    early = beats[: 4 + (len(beats) - 4) // 2]
+    late = np.concatenate([beats, beats[:3]])
+    error = replace(good.result, error=good.result.error | TransportError.JOB)
+    _stream(config, [
+        (wrong_magic, status), (no_slot, status), (beats, outputs), (too_long, status),
+        (beats[:2], status_beats(config, 0, TransportError.JOB, 0)), (beats[:4], status),
+        (early, pack_outputs(config, good.job, result)), (late, pack_outputs(config, good.job, error)),
+        (beats, outputs),
+    ])  # fmt: skip
+
+
+def test_rates_of_the_presets() -> None:
+    """Cycles a token with both slots at k = 4 and d = 64, sustained: the engine's own on ecp5-85k."""
+    for name, most in (("ecp5-85k", 65), ("wide", 9)):
+        config = Config.load(name)
+        words = 64 // TransportParams(config).tile_rows
+        job = TransportJob(
+            mode=MiddleMode.CAYLEY, tokens=300, words=words, groups=1, plain=True, transposed=True, unit=1
+        )
+        half = core_cycles(config, replace(job, tokens=150))
+        assert (core_cycles(config, job) - half) / 150 <= most
+
+
+def test_ecp5_cells() -> None:
+    config = CONFIGS["ecp5-85k"]
+    generic, ecp5 = Transport(config), Transport(config, target=Target.ECP5)
+    assert generic.signature == ecp5.signature
+    texts = [rtlil.convert(component, emit_src=False) for component in (generic, ecp5)]
+    assert [text.count("cell \\MULT18X18D ") for text in texts] == [0, 18]
