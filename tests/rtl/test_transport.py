@@ -165,7 +165,7 @@ def test_without_stalls(name: str, mode: MiddleMode) -> None:
     config = CONFIGS[name]
     cases = [Case.of(config, 1, mode=mode)]
     if config.transport_columns == 8:
-        cases.append(Case.of(config, 2, mode=mode, groups=2, tokens=3, words=3))
+        cases.append(Case.of(config, 2, mode=mode, groups=2, tokens=3, words=3, identity=False))
     _run(config, cases, 1)
 
 
@@ -239,7 +239,7 @@ def test_bad_jobs_are_answered_and_the_next_one_runs() -> None:
 
 def test_rates_of_the_presets() -> None:
     """Cycles a token with both slots at k = 4 and d = 64, sustained: the engine's own on ecp5-85k."""
-    for name, most in (("ecp5-85k", 65), ("wide", 9)):
+    for name, most in (("ecp5-85k", 64), ("wide", 8)):
         config = Config.load(name)
         words = 64 // TransportParams(config).tile_rows
         job = TransportJob(
@@ -255,3 +255,20 @@ def test_ecp5_cells() -> None:
     assert generic.signature == ecp5.signature
     texts = [rtlil.convert(component, emit_src=False) for component in (generic, ecp5)]
     assert [text.count("cell \\MULT18X18D ") for text in texts] == [0, 18]
+
+
+def test_phases_of_one_cycle() -> None:
+    """Nothing is begun twice where projection and expansion take a cycle each."""
+    for source in (1.0, 0.4):
+        cases = [Case.of(_TINY, 8, tokens=14, words=1, transposed=False, mode=mode) for mode in MiddleMode]
+        _run(_TINY, cases[1:3], 3, source=source)
+
+
+def test_full_buffers() -> None:
+    """Tokens of half a buffer: inputs wait until one is expanded."""
+    config = _TINY.changed(transport_width=256)
+    case = Case.of(
+        config, 9, tokens=5, words=64, groups=2, mode=MiddleMode.SCALE, separate=True, identity=False, base=True
+    )
+    assert case.job.factor_words == 256 and case.job.state_words(TransportParams(config)) == 256
+    _run(config, [case], 4)
