@@ -261,7 +261,7 @@ def test_errors_and_saturations_are_reported() -> None:
     config = Config.load("tiny")
     v = np.full((2, 4, 4), 127)
     x = np.full((2, 1, 4), 32767)
-    job = TransportJob(mode=MiddleMode.CAYLEY, tokens=2, words=2, groups=1, project_shift=31, gram_shift=20, unit=0)
+    job = TransportJob(mode=MiddleMode.CAYLEY, tokens=2, words=1, groups=1, project_shift=31, gram_shift=20, unit=0)
     assert transport(config, job, v, x).error is TransportError.PIVOT
     assert transport(config, replace(job, unit=9000, project_shift=4), v, x).error is TransportError.RANGE
     job = replace(job, mode=MiddleMode.SCALE, project_shift=8, weights=(-30000,) * 4)
@@ -324,14 +324,14 @@ def test_order_of_the_words(name: str) -> None:
     assert out.shape[1] == config.output_bytes and len(out) >= words.shape[0] * words.shape[1] + 1
 
 
-JOB = TransportJob(mode=MiddleMode.CAYLEY, tokens=1, words=2, groups=1)
+JOB = TransportJob(mode=MiddleMode.CAYLEY, tokens=1, words=1, groups=1)
 
 
 @pytest.mark.parametrize(
     ("job", "message"),
     [
         (replace(JOB, tokens=0), r"TransportJob\.tokens must be in 1…65536, not 0"),
-        (replace(JOB, words=33), r"TransportJob\.words must be in 1…32, not 33"),
+        (replace(JOB, words=17), r"TransportJob\.words must be in 1…16, not 17"),
         (replace(JOB, groups=3), r"TransportJob\.groups must be in 1…2, not 3"),
         (replace(JOB, plain=False), r"TransportJob\.plain must be set where transposed is not, not False"),
         (replace(JOB, base=True), r"TransportJob\.base must be unset where identity is set, not True"),
@@ -350,7 +350,7 @@ def test_refused_tensors() -> None:
     v, x = np.zeros((1, 4, 4)), np.zeros((1, 1, 4))
     for arguments, message in (
         ((np.zeros((1, 4, 10)), x), r"transport\.v must be of at most 8 columns, for a solve has one pass, not 10"),
-        ((np.zeros((1, 6, 4)), x), r"transport\.v must be of shape \(1, width, k\) in 2 words and 1 groups, .*"),
+        ((np.zeros((1, 6, 4)), x), r"transport\.v must be of shape \(1, width, k\) in 1 words and 1 groups, .*"),
         ((v + 200, x), r"transport\.v must be of 8 bits, not 200"),
         ((v, x + 40000), r"transport\.states must be of 16 bits, not 40000"),
         ((v, x[:, :, :3]), r"transport\.states must be of width 4, as the factors, .*"),

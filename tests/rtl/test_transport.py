@@ -37,7 +37,7 @@ CONFIGS = {
     "16 bits": _TINY.changed(factor_bits=16),
     "ecp5-85k": Config.load("ecp5-85k"),
     "two lanes": _TINY.changed(solve_lanes=2),
-    "pairs": _TINY.changed(transport_vectors=2, transport_lanes=64, solve_lanes=4, transport_width=128),
+    "pairs": _TINY.changed(transport_vectors=2, transport_lanes=32, solve_lanes=2, transport_width=64),
     "four columns": _TINY.changed(transport_columns=4),
 }
 
