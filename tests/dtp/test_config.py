@@ -71,6 +71,13 @@ def test_name_does_not_change_the_hash_and_everything_else_does() -> None:
             {"max_tokens": 1024},
             "Config.max_tokens must be at most 8·block·(bytes of one array step) = 512, not 1024",
         ),
+        ({"factor_bits": 12}, "Config.factor_bits must be 8 or 16, not 12"),
+        ({"transport_lanes": 8}, "Config.transport_lanes must be in 16…256, not 8"),
+        ({"transport_lanes": 24}, "Config.transport_lanes must be a power of two, not 24"),
+        ({"transport_vectors": 3}, "Config.transport_vectors must be in 1…2, not 3"),
+        ({"transport_columns": 6}, "Config.transport_columns must be 4 or 8, not 6"),
+        ({"transport_width": 8}, "Config.transport_width must be at least max_width 16, not 8"),
+        ({"solve_lanes": 32}, "Config.solve_lanes must be in 1…16, not 32"),
         ({"colour": 1}, "Config.colour is not a key; the keys are name, rows, "),
     ],
 )
