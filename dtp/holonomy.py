@@ -34,6 +34,8 @@ SCALE_LIMIT_BITS: Final = 34
 """D_c · 2^s_c lies in (2^33, 2^34]; H has as many bits, two operands of 17."""
 NUMERATOR_SHIFT: Final = 2
 """H = round_shift(N · 2^s_c, 2): 4.0, the end of the scores, becomes 2^34."""
+TURNAROUND_CYCLES: Final = 4
+"""From the read of a block sum to the first read that sees it written back: a token takes no fewer steps."""
 SHIFT_LIMIT: Final = 15
 """Largest s_c."""
 CASES: Final = 3
@@ -80,8 +82,8 @@ class FieldParams:
 
     Parameters
     ----------
-    lanes: lanes of an input word
-    multipliers: products a cycle, at most ``lanes / 4``: a block sum is read and written back between two tokens
+    lanes: lanes of an input word, as the transport engine gives them
+    multipliers: products a cycle, at most ``lanes``
     block: tokens of a block
     max_tokens: longest head
     max_lanes: lanes of the longest vector u_t, all probes together
@@ -99,12 +101,15 @@ class FieldParams:
 
     def __post_init__(self) -> None:
         _power_of_two("FieldParams", "block", self.block, 4, 64)
-        _power_of_two("FieldParams", "lanes", self.lanes, 4, 256)
-        _power_of_two("FieldParams", "multipliers", self.multipliers, 2, 64)
+        _power_of_two("FieldParams", "lanes", self.lanes, 2, 256)
+        _power_of_two("FieldParams", "multipliers", self.multipliers, 2, self.lanes)
         _power_of_two("FieldParams", "max_tokens", self.max_tokens, self.block, 4096)
         _power_of_two("FieldParams", "max_lanes", self.max_lanes, self.lanes, 1024)
-        if self.multipliers * 4 > self.lanes:
-            raise must("FieldParams", "multipliers", f"at most lanes / 4 = {self.lanes // 4}", self.multipliers)
+        if self.max_lanes < TURNAROUND_CYCLES * self.multipliers:
+            least = TURNAROUND_CYCLES * self.multipliers
+            raise must(
+                "FieldParams", "max_lanes", f"at least {TURNAROUND_CYCLES} · multipliers = {least}", self.max_lanes
+            )
 
     @property
     def block_bits(self) -> int:
@@ -155,6 +160,11 @@ class FieldParams:
     def word_steps(self) -> int:
         """Cycles of the multipliers for a word."""
         return self.lanes // self.multipliers
+
+    @property
+    def min_words(self) -> int:
+        """Words of the shortest vector: :data:`TURNAROUND_CYCLES` steps."""
+        return -(-TURNAROUND_CYCLES // self.word_steps)
 
     @property
     def max_steps(self) -> int:
@@ -210,8 +220,8 @@ class FieldJob:
         """
         if not 1 <= tokens <= params.max_tokens:
             raise must("FieldJob", "tokens", f"in 1…{params.max_tokens}", tokens)
-        if not 1 <= words <= params.max_words:
-            raise must("FieldJob", "words", f"in 1…{params.max_words}", words)
+        if not params.min_words <= words <= params.max_words:
+            raise must("FieldJob", "words", f"in {params.min_words}…{params.max_words}", words)
         if not 1 <= probe_energy <= 1 << PROBE_ENERGY_BITS:
             raise must("FieldJob", "probe_energy", f"in 1…2^{PROBE_ENERGY_BITS}", probe_energy)
         tail = tokens % params.block

@@ -26,8 +26,8 @@ from dtp.holonomy import (
     numerators,
 )
 
-ECP5 = FieldParams(lanes=16, multipliers=2, block=16, max_tokens=512, max_lanes=64)
-TINY = FieldParams(lanes=8, multipliers=2, block=8, max_tokens=64, max_lanes=16)
+ECP5 = FieldParams(lanes=4, multipliers=2, block=16, max_tokens=512, max_lanes=64)
+TINY = FieldParams(lanes=2, multipliers=2, block=8, max_tokens=64, max_lanes=16)
 FINE = FieldParams(lanes=16, multipliers=4, block=4, max_tokens=64, max_lanes=32)
 COARSE = FieldParams(lanes=8, multipliers=2, block=64, max_tokens=256, max_lanes=8)
 PARAMS = {"ecp5-85k": ECP5, "tiny": TINY, "blocks of 4": FINE, "blocks of 64": COARSE}
@@ -92,7 +92,7 @@ def test_widths_hold_the_corners_and_no_bit_is_wasted(name: str) -> None:
     gram = same.sums @ same.sums.T
     assert int(gram.max()).bit_length() == p.gram_bits - 1
     assert int(numerators(apart).max()).bit_length() in (p.numerator_bits - 1, p.numerator_bits)
-    assert int((same.energies[0] * p.block * 2)).bit_length() <= p.numerator_bits
+    assert int(same.energies[0] * p.block * 2).bit_length() <= p.numerator_bits
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -119,7 +119,7 @@ def test_scores_against_exact_fractions(name: str) -> None:
 def test_constants_of_the_normalisation(energy: int) -> None:
     for tokens in (16, 17, 31, 23):
         try:
-            job = FieldJob.of(ECP5, tokens=tokens, words=4, probe_energy=energy, causal=False)
+            job = FieldJob.of(ECP5, tokens=tokens, words=16, probe_energy=energy, causal=False)
         except DtpError:
             assert energy == 1 << 20 and tokens in (17, 23)
             continue
@@ -141,7 +141,7 @@ def test_block_score_is_the_mean_over_all_pairs_of_transports() -> None:
         distance = ((exact_u[:, None] - exact_u[None]) ** 2).sum(-1) / float(z @ z)
         mean = distance.reshape(4, 16, 4, 16).mean((1, 3))
         u = np.rint(exact_u).astype(np.int64)
-        job = FieldJob.of(ECP5, tokens=tokens, words=4, probe_energy=int(z @ z), causal=False)
+        job = FieldJob.of(ECP5, tokens=tokens, words=16, probe_energy=int(z @ z), causal=False)
         scores = block_scores(block_sums(u, ECP5), job, ECP5)
         unit = 2.0**-14
         assert np.abs(scores * unit - mean).max() <= 0.75 * unit + mean.max() * 2.0**-16
@@ -171,23 +171,23 @@ def test_agreeing_heads_score_nothing() -> None:
     z = scaled_probe(random, 64)
     state = np.rint(first @ z).astype(np.int64)
     u = np.rint(np.einsum("tji,tj->ti", first, state.astype(float))).astype(np.int64)
-    job = FieldJob.of(ECP5, tokens=48, words=4, probe_energy=int(z @ z), causal=False)
+    job = FieldJob.of(ECP5, tokens=48, words=16, probe_energy=int(z @ z), causal=False)
     scores = block_scores(block_sums(u, ECP5), job, ECP5)
     assert scores.max() * 2.0**-14 <= 1e-4
 
 
 def test_probes_are_averaged_by_standing_side_by_side() -> None:
     random = np.random.default_rng(4)
-    wide = FieldParams(lanes=16, multipliers=2, block=16, max_tokens=64, max_lanes=128)
+    wide = FieldParams(lanes=4, multipliers=2, block=16, max_tokens=64, max_lanes=128)
     first, second = (cayley(random, 40, 64, 2, 0.4) for _ in range(2))
     probes = [scaled_probe(random, 64) * 7 // 10 for _ in range(2)]
     vectors = [np.rint(np.einsum("tji,tjk,k->ti", second, first, z.astype(float))).astype(np.int64) for z in probes]
     tables = []
     for z, u in zip(probes, vectors, strict=True):
-        job = FieldJob.of(wide, tokens=40, words=4, probe_energy=int(z @ z), causal=False)
+        job = FieldJob.of(wide, tokens=40, words=16, probe_energy=int(z @ z), causal=False)
         tables.append(block_scores(block_sums(u, wide), job, wide))
     total = sum(int(z @ z) for z in probes)
-    job = FieldJob.of(wide, tokens=40, words=8, probe_energy=total, causal=False)
+    job = FieldJob.of(wide, tokens=40, words=32, probe_energy=total, causal=False)
     together = block_scores(block_sums(np.hstack(vectors), wide), job, wide)
     assert np.abs(together - (tables[0] + tables[1]) / 2).max() <= 2
     assert np.abs(tables[0] - tables[1]).max() > 20
@@ -198,7 +198,7 @@ def test_causal_rows_end_at_the_diagonal() -> None:
     full, causal = (
         block_scores(
             block_sums(u, ECP5),
-            FieldJob.of(ECP5, tokens=50, words=4, probe_energy=1 << 30, causal=causal),
+            FieldJob.of(ECP5, tokens=50, words=16, probe_energy=1 << 30, causal=causal),
             ECP5,
         )
         for causal in (False, True)
@@ -220,9 +220,13 @@ def test_pairs_are_credited_to_both_heads() -> None:
     ("fields", "message"),
     [
         ({"block": 12}, "FieldParams.block must be a power of two in 4…64, not 12"),
-        ({"lanes": 2}, "FieldParams.lanes must be a power of two in 4…256, not 2"),
-        ({"multipliers": 1}, "FieldParams.multipliers must be a power of two in 2…64, not 1"),
-        ({"multipliers": 8}, "FieldParams.multipliers must be at most lanes / 4 = 4, not 8"),
+        ({"lanes": 1}, "FieldParams.lanes must be a power of two in 2…256, not 1"),
+        ({"multipliers": 1}, "FieldParams.multipliers must be a power of two in 2…16, not 1"),
+        ({"multipliers": 32}, "FieldParams.multipliers must be a power of two in 2…16, not 32"),
+        (
+            {"multipliers": 16, "max_lanes": 32},
+            "FieldParams.max_lanes must be at least 4 · multipliers = 64, not 32",
+        ),
         ({"max_tokens": 8}, "FieldParams.max_tokens must be a power of two in 16…4096, not 8"),
         ({"max_lanes": 8}, "FieldParams.max_lanes must be a power of two in 16…1024, not 8"),
     ],
@@ -238,7 +242,8 @@ def test_refused_parameters(fields: dict[str, int], message: str) -> None:
     [
         ({"tokens": 0}, "FieldJob.tokens must be in 1…512, not 0"),
         ({"tokens": 513}, "FieldJob.tokens must be in 1…512, not 513"),
-        ({"words": 5}, "FieldJob.words must be in 1…4, not 5"),
+        ({"words": 17}, "FieldJob.words must be in 2…16, not 17"),
+        ({"words": 1}, "FieldJob.words must be in 2…16, not 1"),
         ({"probe_energy": 0}, "FieldJob.probe_energy must be in 1…2^30, not 0"),
         ({"probe_energy": (1 << 30) + 1}, "FieldJob.probe_energy must be in 1…2^30, not 1073741825"),
         ({"probe_energy": 4096}, "FieldJob.probe_energy must be at least about 32768: scale the probe up, not 4096"),
@@ -246,7 +251,7 @@ def test_refused_parameters(fields: dict[str, int], message: str) -> None:
 )
 def test_refused_jobs(fields: dict[str, int], message: str) -> None:
     with pytest.raises(DtpError) as error:
-        FieldJob.of(ECP5, causal=False, **{"tokens": 64, "words": 4, "probe_energy": 1 << 29, **fields})
+        FieldJob.of(ECP5, causal=False, **{"tokens": 64, "words": 16, "probe_energy": 1 << 29, **fields})
     assert str(error.value) == message
 
 
@@ -254,13 +259,13 @@ def test_refused_vectors() -> None:
     for u, message in (
         (np.zeros(16), "block_sums.u must be of shape (1…64, lanes), not (16,)"),
         (np.zeros((65, 8)), "block_sums.u must be of shape (1…64, lanes), not (65, 8)"),
-        (np.zeros((4, 12)), "block_sums.u must be of a multiple of 8 and at most 16 lanes, not 12"),
+        (np.zeros((4, 18)), "block_sums.u must be of a multiple of 2 and at most 16 lanes, not 18"),
         (np.full((1, 8), 32768), "block_sums.u must be in -32768…32767, not 32768"),
     ):
         with pytest.raises(DtpError) as error:
             block_sums(u, TINY)
         assert str(error.value) == message
-    job = FieldJob.of(TINY, tokens=9, words=1, probe_energy=1 << 29, causal=False)
+    job = FieldJob.of(TINY, tokens=9, words=4, probe_energy=1 << 29, causal=False)
     with pytest.raises(DtpError, match=r"^block_scores\.job\.tokens must be 8, as many as the sums have, not 9$"):
         block_scores(block_sums(np.zeros((8, 8)), TINY), job, TINY)
 
