@@ -71,6 +71,7 @@ class HolonomyField(wiring.Component):
     Parameters
     ----------
     params: sizes
+    borrowed: the multipliers belong to another unit, which lends them cycle by cycle; else they are the unit's own
     target: plain description or explicit ECP5 cells
 
     Members
@@ -81,11 +82,21 @@ class HolonomyField(wiring.Component):
     error: Out(:class:`dtp.holonomy.FieldError`), sticky, the first counts
     saturated: Out(1), sticky: a score reached its limit
     error_clear: In(1), clears both
+    lent: In(1), only if ``borrowed``: the multipliers are free two cycles from now. A cycle without it issues nothing
+    operands: Out(multipliers × (a, b) of 18 bits signed), 0 in cycles that were not lent
+    products: In(multipliers × 36 bits signed), of the operands of :data:`rtl.lib.multiplier.LATENCY` cycles ago
     """
 
-    def __init__(self, params: FieldParams, *, target: Target = Target.GENERIC) -> None:
+    def __init__(self, params: FieldParams, *, borrowed: bool = False, target: Target = Target.GENERIC) -> None:
         self.params = params
+        self._borrowed = borrowed
         self._target = target
+        pair = data.StructLayout({"a": signed(REGISTER_BITS), "b": signed(REGISTER_BITS)})
+        lending = {
+            "lent": In(1),
+            "operands": Out(data.ArrayLayout(pair, params.multipliers)),
+            "products": In(data.ArrayLayout(signed(2 * REGISTER_BITS), params.multipliers)),
+        }
         super().__init__(
             {
                 "job": In(stream.Signature(FieldJobLayout(params))),
@@ -95,13 +106,15 @@ class HolonomyField(wiring.Component):
                 "saturated": Out(1),
                 "error_clear": In(1),
             }
+            | (lending if borrowed else {})
         )
 
     def elaborate(self, platform: object) -> Module:
         m = Module()
         p = self.params
         final = Signal()  # the last product of a score is issued
-        load = _Load(m, self, final)
+        free = self.lent if self._borrowed else Const(1, 1)
+        load = _Load(m, self, final, free)
         score = _Score(m, p, load)
 
         # Memories: the sums of blocks twice, as a score needs two of them a cycle; their energies.
@@ -118,7 +131,7 @@ class HolonomyField(wiring.Component):
 
         # What is issued, and when: a last product, else a step of a word, else a step of a Gram product.
         gram = Signal()
-        m.d.comb += gram.eq(score.gram_active & ~load.issue & ~final)
+        m.d.comb += gram.eq(score.gram_active & ~load.issue & ~final & free)
         word_line = _line(m, "word", load.issue, p.product_cycles + 1, reset_less=False)
         gram_line = _line(m, "gram", gram, p.product_cycles, reset_less=False)
         final_line = _line(m, "final", final, p.result_cycles - 1, reset_less=False)
@@ -179,7 +192,7 @@ class HolonomyField(wiring.Component):
         with m.Elif(stored):
             m.d.sync += energy_address.eq(energy_address + 1)
 
-        score.connect(m, self, gram, gram_line[n] & gram_last_line[n], total, energies.data, final)
+        score.connect(m, self, gram, gram_line[n] & gram_last_line[n], total, energies.data, final, free)
         self._result(m, score, final_line)
         return m
 
@@ -213,10 +226,15 @@ class HolonomyField(wiring.Component):
                     with m.Else():
                         m.d.sync += part.eq(0)
                     parts[side].append(part)
-            multiplier = Multiplier(REGISTER_BITS, REGISTER_BITS, target=self._target)
-            m.submodules[f"multiplier_{n}"] = multiplier
-            m.d.comb += [multiplier.a.eq(_or(parts[0])), multiplier.a_enable.eq(1), multiplier.b.eq(_or(parts[1]))]
-            products.append(multiplier.o)
+            a, b = (_or(side) for side in parts)
+            if self._borrowed:
+                m.d.comb += [self.operands[n].a.eq(a), self.operands[n].b.eq(b)]
+                products.append(self.products[n])
+            else:
+                multiplier = Multiplier(REGISTER_BITS, REGISTER_BITS, target=self._target)
+                m.submodules[f"multiplier_{n}"] = multiplier
+                m.d.comb += [multiplier.a.eq(a), multiplier.a_enable.eq(1), multiplier.b.eq(b)]
+                products.append(multiplier.o)
         score.products = products[:2]
         return _tree(m, products)
 
@@ -269,7 +287,7 @@ class _Load:
     ``taken`` by them; ``stored`` its last energy.
     """
 
-    def __init__(self, m: Module, unit: HolonomyField, final: Signal) -> None:
+    def __init__(self, m: Module, unit: HolonomyField, final: Signal, free: Value) -> None:
         p = unit.params
         self.issue, self.block_end, self.head_end = Signal(), Signal(), Signal()
         self.step = Signal(_bits(p.max_steps))
@@ -309,7 +327,7 @@ class _Load:
         word = unit.i
         word_end, token_end, turn = Signal(), Signal(), Signal()
         m.d.comb += [
-            turn.eq(loading & ~final),
+            turn.eq(loading & ~final & free),
             self.issue.eq(turn & (word.valid | self.filling)),
             word_end.eq(self.step[: _bits(p.word_steps)].all() if p.word_steps > 1 else 1),
             word.ready.eq(dropping | (turn & ~self.filling & word_end)),
@@ -385,6 +403,7 @@ class _Score:
         total: Signal,
         energy: Signal,
         final: Signal,
+        free: Value,
     ) -> None:
         """The rest, once pipeline and memories are there."""
         p, load = self.params, self._load
@@ -396,11 +415,12 @@ class _Score:
         weights_done, gram_done, subtracted, pending = Signal(), Signal(), Signal(), Signal()
         row_end, head_end = Signal(), Signal()
         shift = Signal(SHIFT_LIMIT.bit_length(), reset_less=True)
+        shifted = Signal(reset_less=True)  # no place of the scale is left
         m.d.comb += [
             load.taken.eq(load.full & ~scoring),
             row_end.eq(self.column == Mux(constants.causal, self.row, last_block)),
             head_end.eq(row_end & (self.row == last_block)),
-            final.eq(subtracted & ~shift.any() & ~pending),
+            final.eq(subtracted & shifted & ~pending & free),
         ]
         m.d.sync += start.eq(load.taken | (final & ~head_end))
         with m.If(load.taken):
@@ -493,7 +513,7 @@ class _Score:
         subtract, double = Signal(), Signal()
         m.d.comb += [
             subtract.eq(weights_done & gram_done & ~subtracted),
-            double.eq(subtracted & shift.any()),
+            double.eq(subtracted & ~shifted),
         ]
         gate = Signal()
         m.d.comb += gate.eq(active & Mux(odd, sizes[1][-1], sizes[0][-1]))
@@ -514,11 +534,11 @@ class _Score:
             m.d.sync += self.numerator.eq(adder.o)
         over = Signal()
         with m.If(chosen):
-            m.d.sync += [over.eq(0), shift.eq(scale)]
+            m.d.sync += [over.eq(0), shift.eq(scale), shifted.eq(scale == 0)]
         with m.If(subtract):
             m.d.sync += subtracted.eq(1)
         with m.If(double):
-            m.d.sync += [shift.eq(shift - 1), over.eq(over | self.numerator[-1])]
+            m.d.sync += [shift.eq(shift - 1), shifted.eq(shift == 1), over.eq(over | self.numerator[-1])]
         with m.If(final):
             m.d.sync += self.capped.eq(over | self.numerator[NUMERATOR_SHIFT + SCALE_LIMIT_BITS :].any())
 

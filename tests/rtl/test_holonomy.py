@@ -14,7 +14,7 @@ from amaranth.sim import Simulator
 from dtp.fixed import Int
 from dtp.holonomy import FieldError, FieldJob, FieldParams, block_scores, block_sums
 from rtl.holonomy import HolonomyField
-from rtl.lib.multiplier import Target
+from rtl.lib.multiplier import Multiplier, Target
 from sim.cycles.holonomy import field_timing
 
 PARAMS = {
@@ -107,14 +107,24 @@ def _simulate(
     expected: int,
     raw_jobs: list[dict[str, Any]] | None = None,
     reset_at: int | None = None,
+    lent: float | None = None,
 ) -> Run:
-    """Drives all ports by chance, bounded; ``sink``, ``gaps``, ``late`` as probabilities."""
-    dut = HolonomyField(params)
+    """Drives all ports by chance, bounded; ``sink``, ``gaps``, ``late``, ``lent`` as probabilities."""
+    dut = HolonomyField(params, borrowed=lent is not None)
     run = Run()
     reset = Signal()
     module = Module()
     module.domains.sync = ClockDomain()
     module.submodules.dut = ResetInserter(reset)(dut)
+    if lent is not None:
+        for n in range(params.multipliers):
+            module.submodules[f"lender_{n}"] = lender = Multiplier(18, 18)
+            module.d.comb += [
+                lender.a.eq(dut.operands[n].a),
+                lender.a_enable.eq(1),
+                lender.b.eq(dut.operands[n].b),
+                dut.products[n].eq(lender.o),
+            ]
     words = _words(params, heads)
     jobs = raw_jobs or [
         {
@@ -124,7 +134,7 @@ def _simulate(
         for h in heads
     ]  # fmt: skip
     steps = sum(len(h.u) * h.job.words * params.word_steps for h in heads)
-    limit = 2000 + int((steps * 2 + expected * (60 + params.max_steps)) / max(0.05, sink * (1 - gaps)))
+    limit = 2000 + int((steps * 2 + expected * (60 + params.max_steps)) / max(0.05, sink * (1 - gaps) * (lent or 1)))
 
     async def bench(ctx: Any) -> None:
         if reset_at is not None:
@@ -142,7 +152,13 @@ def _simulate(
         job_offered = word_offered = False
         held: tuple[int, int, int] | None = None
         idle = cycle = 0
+        loans = [0, 0]
         while idle < _IDLE_CYCLES:
+            if lent is not None:
+                loans.append(int(random.random() < lent))
+                ctx.set(dut.lent, loans[-1])
+                if cycle >= 2 and not loans[-3]:
+                    assert not any(ctx.get(value) for pair in dut.operands for value in (pair.a, pair.b))
             assert cycle < limit, f"{len(run.beats)} of {expected} beats, {len(run.words)} words after {cycle} cycles"
             if not job_offered and len(run.jobs) < len(jobs) and random.random() >= late:
                 job_offered = True
@@ -218,6 +234,15 @@ def test_stalling_sink(name: str, sink: float) -> None:
     params, random = PARAMS[name], np.random.default_rng(round(100 * sink))
     heads = _heads(params, random, 3)
     run = _simulate(params, heads, random, sink=sink, gaps=0.2, late=0.5, expected=len(_expected(params, heads)))
+    _check(params, heads, run)
+
+
+@pytest.mark.parametrize("name", ["tiny", "ecp5-85k, d = 16"])
+def test_borrowed_multipliers(name: str) -> None:
+    """What is issued is issued in lent cycles; nothing but the cycles changes."""
+    params, random = PARAMS[name], np.random.default_rng(8)
+    heads = _heads(params, random, 3)
+    run = _simulate(params, heads, random, gaps=0.1, lent=0.4, expected=len(_expected(params, heads)))
     _check(params, heads, run)
 
 
