@@ -11,7 +11,7 @@ from amaranth.back import rtlil
 from amaranth.hdl import ClockDomain, Module, ResetInserter, Signal
 from amaranth.sim import Simulator
 
-from dtp.fixed import Int
+from dtp.fixed import Int, round_shift
 from dtp.holonomy import FieldError, FieldJob, FieldParams, block_scores, block_sums
 from rtl.holonomy import HolonomyField
 from rtl.lib.multiplier import Multiplier, Target
@@ -267,6 +267,45 @@ def test_shifts_and_caps() -> None:
     wanted = _expected(params, heads)
     assert 0 < sum(score == 65535 for score, _, _ in wanted) < len(wanted)
     _check(params, heads, _simulate(params, heads, random, expected=len(wanted)))
+
+
+def _pair(params: FieldParams, distance: int) -> Int:
+    """Two tokens that differ in one lane: N = 2 · distance²."""
+    u = np.zeros((2, params.min_words * params.lanes), dtype=np.int64)
+    low, high = -(distance // 2), distance - distance // 2
+    u[:, 0] = np.array([low, high]) << params.field_shift
+    return u
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+def test_the_numerator_is_rounded_once(shift: int) -> None:
+    """Reciprocals for which a last place of H more or less would change the score."""
+    params, random = PARAMS["tiny"], np.random.default_rng(shift)
+    factors = np.arange(1 << 16, 1 << 17)
+    heads = []
+    for distance in range(12001, 14001, 25):
+        for size in (distance, distance - 1):
+            high = round_shift((2 * size * size) << shift, 2)
+            scores = [round_shift(factors * (high + off), 34) for off in (-1, 0, 1)]
+            close = np.flatnonzero((scores[0] != scores[1]) | (scores[1] != scores[2]))
+            for factor in factors[close][:1]:
+                job = FieldJob(2, params.min_words, False, (15, 15, shift), (1 << 16, 1 << 16, int(factor)))
+                heads.append(Head(job, _pair(params, size)))
+    assert len(heads) >= 20
+    _check(params, heads[:40], _simulate(params, heads[:40], random, expected=len(heads[:40])))
+
+
+def test_a_numerator_that_leaves_its_register_is_capped() -> None:
+    """Powers of two that the scale moves out at the top, so that nothing but zeros stays."""
+    params, random = PARAMS["tiny"], np.random.default_rng(2)
+    heads = []
+    for exponent in range(8, 14):
+        for shift in (13, 14, 15):
+            job = FieldJob(2, params.min_words, False, (shift,) * 3, (1 << 16,) * 3)
+            heads.append(Head(job, _pair(params, 1 << exponent)))
+    out = [(2 << 2 * e) << s >= 1 << params.numerator_bits for e in range(8, 14) for s in (13, 14, 15)]
+    assert 2 <= sum(out) < len(out)
+    _check(params, heads, _simulate(params, heads, random, expected=len(heads)))
 
 
 @pytest.mark.parametrize("name", ["tiny", "wide", "ecp5-85k, d = 16"])
