@@ -39,7 +39,7 @@ TURNAROUND_CYCLES: Final = 4
 SHIFT_LIMIT: Final = 15
 """Largest s_c."""
 CASES: Final = 3
-"""0, 1 or 2 ragged blocks in a pair."""
+"""0, 1 or 2 blocks of a pair are the last of the head, which may be ragged."""
 PROBE_ENERGY_BITS: Final = 2 * (STATE_BITS - 1)
 """Z is at most 2^30."""
 
@@ -201,7 +201,7 @@ class FieldJob:
     tokens: n
     words: words of a token's vector
     causal: rows end at the diagonal
-    shifts, reciprocals: s_c and R_c by the number c of ragged blocks
+    shifts, reciprocals: s_c and R_c by the number c of last blocks in a pair; all equal where the last is whole
     """
 
     tokens: int
@@ -227,7 +227,7 @@ class FieldJob:
         tail = tokens % params.block
         shifts, reciprocals = [], []
         for case in range(CASES):
-            # D_c = weight · 2^(−2·field_shift); without a ragged block the cases 1 and 2 do not occur.
+            # D_c = weight · 2^(−2·field_shift).
             weight = params.block ** (2 - case) * (tail or params.block) ** case * probe_energy
             shift = SCALE_LIMIT_BITS + 2 * params.field_shift - (weight - 1).bit_length()
             if shift > SHIFT_LIMIT:
@@ -295,8 +295,8 @@ def block_scores(blocks: BlockSums, job: FieldJob, params: FieldParams) -> Int:
     """
     if job.tokens != int(blocks.sizes.sum()):
         raise must("block_scores", "job.tokens", f"{int(blocks.sizes.sum())}, as many as the sums have", job.tokens)
-    ragged = (blocks.sizes != params.block).astype(np.int64)
-    case = ragged[:, None] + ragged[None, :]
+    last = (np.arange(len(blocks.sizes)) == len(blocks.sizes) - 1).astype(np.int64)
+    case = last[:, None] + last[None, :]
     shift = np.asarray(job.shifts, dtype=np.int64)[case]
     limit = (1 << SCALE_LIMIT_BITS) - 1
     exact = numerators(blocks)

@@ -473,11 +473,10 @@ class _Score:
         weights_last = _line(m, "weight_last", weights_active & weight_last, 2, reset_less=False)[2]
         with m.If(weights_last):
             m.d.sync += weights_done.eq(1)
-        row_tail, column_tail, ragged = Signal(), Signal(), Signal()
+        row_tail, column_tail = Signal(), Signal()
         m.d.comb += [
             row_tail.eq(self.row == last_block),
             column_tail.eq(self.column == last_block),
-            ragged.eq(~tail[p.block_bits]),
         ]
         sizes = [Signal(p.block_bits + 1, name=f"size_{name}", reset_less=True) for name in ("column", "row")]
         twice, once = Signal(reset_less=True), Signal(reset_less=True)
@@ -486,8 +485,8 @@ class _Score:
             for size, is_tail in zip(sizes, (column_tail, row_tail), strict=True):
                 m.d.sync += size.eq(Mux(is_tail, tail, p.block))
             m.d.sync += [
-                twice.eq(row_tail & column_tail & ragged),
-                once.eq((row_tail ^ column_tail) & ragged),
+                twice.eq(row_tail & column_tail),
+                once.eq(row_tail ^ column_tail),
             ]
         with m.Elif(active & odd):
             m.d.sync += [size.eq(size << 1) for size in sizes]

@@ -154,12 +154,9 @@ class _Run:
 def _shifts(job: FieldJob, params: FieldParams) -> list[int]:
     """Shift of every score of a head, in order."""
     blocks = -(-job.tokens // params.block)
-    ragged = job.tokens % params.block != 0
     last = blocks - 1
     return [
-        job.shifts[((i == last) + (j == last)) * ragged]
-        for i in range(blocks)
-        for j in range(i + 1 if job.causal else blocks)
+        job.shifts[(i == last) + (j == last)] for i in range(blocks) for j in range(i + 1 if job.causal else blocks)
     ]
 
 
