@@ -78,6 +78,12 @@ class Config(BaseModel):
     lift_ports: Count  # lifted lanes written to the key memory in a cycle, a key
     output_slots: Count  # row groups that may wait for the output
     query_groups: Count  # row groups of scaled queries that the ring holds
+    factor_bits: Count  # transport factors: 8 or 16
+    transport_lanes: Count  # products a cycle of the transport engine, for each of its vectors
+    transport_vectors: Count  # state vectors that the engine works on at once
+    transport_columns: Count  # factor columns of a pass, K
+    transport_width: Count  # longest transported vector
+    solve_lanes: Count  # small solves side by side
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -206,8 +212,26 @@ class Config(BaseModel):
             raise must("Config", "lift_ports", f"at most block {self.block}", self.lift_ports)
         if self.query_groups <= self.lookahead:
             raise must("Config", "query_groups", f"more than lookahead {self.lookahead}", self.query_groups)
+        self._check_transport()
         if self.row_bits > REGISTER_BITS:
             raise must("Config", "probability_bits", f"at most {REGISTER_BITS - 1}", self.probability_bits)
+
+    def _check_transport(self) -> None:
+        for field, low, high in (
+            ("transport_lanes", 8, 256), ("transport_vectors", 1, 2), ("transport_width", 4, 4096),
+            ("solve_lanes", 1, 16),
+        ):  # fmt: skip
+            value = getattr(self, field)
+            if not low <= value <= high:
+                raise must("Config", field, f"in {low}…{high}", value)
+            if not _is_power_of_two(value):
+                raise must("Config", field, "a power of two", value)
+        if self.factor_bits not in (8, 16):
+            raise must("Config", "factor_bits", "8 or 16", self.factor_bits)
+        if self.transport_columns not in (4, 8):
+            raise must("Config", "transport_columns", "4 or 8", self.transport_columns)
+        if self.transport_width < self.max_width:
+            raise must("Config", "transport_width", f"at least max_width {self.max_width}", self.transport_width)
 
     # ---- the array ---------------------------------------------------------------------------------------------
 
