@@ -49,6 +49,8 @@ RATIO_FRACTION_BITS: Final = 24
 SUM_BITS: Final = 48
 """Sums of ratios in the tables."""
 COUNT_BITS: Final = 16
+ENTRY_CYCLES: Final = 4
+"""Cycles in which an entry of a table is read, changed and written."""
 BINS: Final = 32
 """Of the histogram; by the bit length of the ratio."""
 
@@ -60,6 +62,25 @@ class PairMode(StrEnum):
     """The pair (H, H + 1) alone."""
     MEAN = "mean"
     """The mean of (H − 1, H) and (H, H + 1), rounded half up."""
+
+
+class ReportKind(IntEnum):
+    """What a beat of the loop accounts' output reports."""
+
+    LOOP = 0
+    HEAD = 1
+    BLOCK = 2
+    BIN = 3
+
+
+class LoopError(IntEnum):
+    """Codes of the loop accounts' sticky error."""
+
+    NONE = 0
+    CREDIT = 1
+    """A head or block that is not there; the loop is not credited to it."""
+    LENGTH = 2
+    """A vector longer than ``max_lanes``; the words past it are dropped."""
 
 
 class FieldError(IntEnum):
@@ -367,9 +388,36 @@ class LoopParams:
         return self.max_lanes // self.lanes
 
     @property
-    def word_steps(self) -> int:
-        """Cycles of the multipliers for each of the three squares of a word."""
-        return self.lanes // self.multipliers
+    def word_cycles(self) -> int:
+        """Cycles of the multipliers for the three squares of each lane of a word."""
+        return 3 * self.lanes // self.multipliers
+
+    @property
+    def entries(self) -> int:
+        """Entries of all tables: heads, blocks, bins, in this order."""
+        return self.heads + self.blocks**2 + BINS
+
+    # Schedule, in cycles
+
+    @property
+    def tree_cycles(self) -> int:
+        """From the products of a cycle to their sum: a register every two levels of adders."""
+        return -(-(self.multipliers.bit_length() - 1) // 2)
+
+    @property
+    def energy_cycles(self) -> int:
+        """From the last cycle of a loop's last word to the first in which its energies stand."""
+        return 2 + MULTIPLIER_CYCLES + self.tree_cycles
+
+    @property
+    def ratio_cycles(self) -> int:
+        """Divisor, then one cycle a bit of the ratio and of its overflow."""
+        return 2 + RATIO_BITS + 1
+
+    @property
+    def update_cycles(self) -> int:
+        """Two heads, block and bin, each read, changed and written."""
+        return 4 * ENTRY_CYCLES
 
 
 @dataclass(frozen=True)
