@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dtp.array import MULTIPLIER_CYCLES
-from dtp.config import REGISTER_BITS
+from dtp.config import REGISTER_BITS, Config
 from dtp.errors import must
 from dtp.fixed import Int, round_shift, signed_range
+from dtp.solve import MiddleMode
+from dtp.transport import STATE_BITS, QuantisedFactors, TransportParams, transport
 
-STATE_BITS: Final = 16
-"""Bits of a lane of a transported vector."""
 SCORE_BITS: Final = 16
 """A block score is u2f14."""
 SCORE_FRACTION_BITS: Final = 14
@@ -131,6 +131,13 @@ class FieldParams:
             raise must(
                 "FieldParams", "max_lanes", f"at least {TURNAROUND_CYCLES} · multipliers = {least}", self.max_lanes
             )
+
+    @classmethod
+    def of(cls, config: Config, *, multipliers: int, probes: int = 1) -> FieldParams:
+        """The field behind the transport engine of a configuration, for up to ``probes`` probes of the widest head."""
+        lanes = TransportParams(config).tile_rows
+        longest = 1 << (config.max_width * probes - 1).bit_length()
+        return cls(lanes, multipliers, config.block, config.max_tokens, longest)
 
     @property
     def block_bits(self) -> int:
@@ -277,6 +284,27 @@ class BlockSums:
     sizes: Int
 
 
+def relative_transports(
+    config: Config, first: QuantisedFactors, second: QuantisedFactors, probe: ArrayLike
+) -> tuple[Int, int]:
+    """u_t = P′_tᵀ P_t z of every token, (tokens, d), by the engine's golden model, and how many lanes saturated.
+
+    Parameters
+    ----------
+    first, second: Cayley factors of the tokens in the heads H and H′
+    probe: z, (d,) of 16 bits
+
+    Raises
+    ------
+    DtpError: what :func:`dtp.transport.transport` refuses.
+    """
+    tokens = len(first.v)
+    states = np.repeat(np.asarray(probe, dtype=np.int64)[None, None], tokens, axis=0)
+    there = transport(config, first.job(config, MiddleMode.CAYLEY), first.v, states)
+    back = transport(config, second.job(config, MiddleMode.CAYLEY, transposed=True), second.v, there.outputs)
+    return back.outputs[:, 0], there.saturations + back.saturations
+
+
 def block_sums(u: ArrayLike, params: FieldParams) -> BlockSums:
     """S, E and n of the vectors u, (tokens, lanes of all probes) of 16 bits.
 
@@ -376,6 +404,13 @@ class LoopParams:
         _power_of_two("LoopParams", "blocks", self.blocks, 1, 256)
         if not 1 <= self.heads <= 256:
             raise must("LoopParams", "heads", "in 1…256", self.heads)
+
+    @classmethod
+    def of(cls, config: Config, *, multipliers: int, heads: int) -> LoopParams:
+        """Accounts behind the transport engine of a configuration."""
+        lanes = TransportParams(config).tile_rows
+        longest = max(lanes, 1 << (config.transport_width - 1).bit_length())
+        return cls(lanes, multipliers, longest, heads, config.max_blocks)
 
     @property
     def energy_bits(self) -> int:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtp.config import PRESETS, Config
 from dtp.errors import DtpError
 from dtp.fixed import Int
 from dtp.holonomy import (
@@ -24,7 +25,10 @@ from dtp.holonomy import (
     block_sums,
     combine_pairs,
     numerators,
+    relative_transports,
 )
+from dtp.solve import MiddleMode
+from dtp.transport import connection_columns, quantise_solve, quantise_state
 
 ECP5 = FieldParams(lanes=4, multipliers=2, block=16, max_tokens=512, max_lanes=64)
 TINY = FieldParams(lanes=2, multipliers=2, block=8, max_tokens=64, max_lanes=16)
@@ -174,6 +178,42 @@ def test_agreeing_heads_score_nothing() -> None:
     job = FieldJob.of(ECP5, tokens=48, words=16, probe_energy=int(z @ z), causal=False)
     scores = block_scores(block_sums(u, ECP5), job, ECP5)
     assert scores.max() * 2.0**-14 <= 1e-4
+
+
+@pytest.mark.parametrize(("bits", "units"), [(8, 5), (16, 1)])
+def test_field_of_the_transport_engine(bits: int, units: int) -> None:
+    """Quantised connections through the engine's golden model; float64 takes the real ones. Correlation >= 0.99."""
+    config = Config.load("ecp5-85k").changed(factor_bits=bits)
+    params = FieldParams.of(config, multipliers=2)
+    random = np.random.default_rng(bits)
+    tokens, width = 48, 64
+    a, b = (0.9 * random.standard_normal((2, tokens, width, 2)) / 8 for _ in range(2))
+    quantised = [quantise_solve(config, MiddleMode.CAYLEY, connection_columns(a[h], b[h], cayley=True)[0]) for h in range(2)]
+    z, unit = quantise_state(random.standard_normal(width))
+    assert unit > 0
+    u, saturated = relative_transports(config, *quantised, z)
+    job = FieldJob.of(params, tokens=tokens, words=16, probe_energy=int(z @ z), causal=False)
+    scores = block_scores(block_sums(u, params), job, params)
+    x = a @ b.transpose(0, 1, 3, 2) - b @ a.transpose(0, 1, 3, 2)
+    first, second = np.linalg.solve(np.eye(width) - x / 2, np.eye(width) + x / 2)
+    real = np.einsum("tji,tjk,k->ti", second, first, z.astype(float))
+    distance = ((real[:, None] - real[None]) ** 2).sum(-1) / float(z @ z)
+    mean = distance.reshape(3, 16, 3, 16).mean((1, 3)) * 2**14
+    assert saturated == 0 and mean.min() > 1000
+    assert np.abs(scores - mean).max() <= units + mean.max() * 2.0**-10
+    assert np.corrcoef(scores.ravel(), mean.ravel())[0, 1] >= 0.99
+    same, _ = relative_transports(config, quantised[0], quantised[0], z)
+    assert block_scores(block_sums(same, params), job, params).max() * 2.0**-14 <= (1e-3 if bits == 8 else 1e-4)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_sizes_of_the_presets(name: str) -> None:
+    config = Config.load(name)
+    multipliers = {"tiny": 2, "ecp5-85k": 2, "wide": 16}[name]
+    params = FieldParams.of(config, multipliers=multipliers, probes=2)
+    assert params.max_lanes == 2 * config.max_width and params.lanes == config.transport_lanes // 4
+    loops = LoopParams.of(config, multipliers=2, heads=8)
+    assert loops.max_lanes >= config.transport_width and loops.blocks == config.max_blocks
 
 
 def test_probes_are_averaged_by_standing_side_by_side() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import networkx as nx
 import numpy as np
 import pytest
 
+from dtp.config import Config
 from dtp.errors import DtpError
 from dtp.fixed import Int, round_shift, saturate
 from dtp.holonomy import LoopAccounts, LoopParams
@@ -25,6 +28,8 @@ from dtp.loops import (
     sample_loops,
     steps,
 )
+from dtp.solve import MiddleMode
+from dtp.transport import connection_columns, quantise_solve, quantise_state, transport
 
 EXTENT = Extent(tokens=20, layers=3, heads=4, probes=2, block=8)
 A, B, C = LoopType
@@ -366,6 +371,51 @@ def test_gauge() -> None:
             before, after = (energies(program, transports, x)[0][0] for transports, x in ((plain, z), (turned, moved)))
             worst = max(worst, abs(after / before - 1))
         assert worst <= 0.01 if same else worst > 0.1
+
+
+@pytest.mark.parametrize(("bits", "median", "worst"), [(16, 0.005, 0.01), (8, 0.03, 0.10)])
+def test_programs_on_the_transport_engine(bits: int, median: float, worst: float) -> None:
+    """Loops of all types through the engine's golden model; the residual edges are Cayley forms too."""
+    config = Config.load("tiny").changed(factor_bits=bits)
+    random = np.random.default_rng(bits)
+    extent = Extent(tokens=10, layers=2, heads=2, probes=3, block=8)
+    width = 16
+    where: dict[tuple[Node, int | None], int] = {}
+    for token in range(extent.tokens):
+        for layer in range(extent.layers):
+            for head in range(extent.heads):
+                where[Node(token, layer), head] = len(where)
+        where[Node(token, 0), None] = len(where)
+    a, b = (random.standard_normal((len(where), width, 2)) / 4 for _ in range(2))
+    factors = quantise_solve(config, MiddleMode.CAYLEY, connection_columns(a, b, cayley=True)[0])
+    x = a @ b.transpose(0, 2, 1) - b @ a.transpose(0, 2, 1)
+    dense = np.linalg.solve(np.eye(width) - x / 2, np.eye(width) + x / 2)
+    probes, _ = quantise_state(random.standard_normal((extent.probes, width)))
+
+    def place(step: Step) -> int:
+        return where[step.node, step.head if step.kind is ATTENTION else None]
+
+    def engine(step: Step, state: Int) -> tuple[Int, bool]:
+        job = replace(factors.job(config, MiddleMode.CAYLEY, transposed=step.inverse), tokens=1)
+        result = transport(config, job, factors.v[place(step)][None], state[None, None])
+        return result.outputs[0, 0], bool(result.saturations)
+
+    params = LoopParams.of(config, multipliers=1, heads=extent.heads)
+    for loop_type in LoopType:
+        program = sample_loops(LoopGraph(extent), loop_type, 15, seed=bits).program
+        accounts = run_program(program, probes, engine, LoopAccounts(params, floor=1))
+        assert not any(record.saturated for record in accounts.records)
+        errors = []
+        for record, loop in zip(accounts.records, program.loops, strict=True):
+            start = end = probes[loop[0].probe].astype(float)
+            for edge in loop:
+                for step in steps(edge):
+                    matrix = dense[place(step)]
+                    end = (matrix.T if step.inverse else matrix) @ end
+            real = ((end - start) ** 2).sum() / (start**2).sum()
+            assert real >= 1e-3
+            errors.append(abs(record.ratio * 2.0**-24 / real - 1))
+        assert np.median(errors) <= median and max(errors) <= worst
 
 
 def test_run_program_refuses_other_probes() -> None:
