@@ -81,6 +81,8 @@ class LoopError(IntEnum):
     """A head or block that is not there; the loop is not credited to it."""
     LENGTH = 2
     """A vector longer than ``max_lanes``; the words past it are dropped."""
+    SEQUENCE = 3
+    """A step that begins a loop within another, or goes on with none; it counts as the next of the loop."""
 
 
 class FieldError(IntEnum):

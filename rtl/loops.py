@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amaranth.hdl import Array, Cat, Const, Module, Mux, Shape, Signal, Value, signed, unsigned
+from amaranth.hdl import Array, Cat, Const, Module, Mux, Shape, ShapeLike, Signal, Value, signed, unsigned
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -22,7 +22,15 @@ from dtp.holonomy import (
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Multiplier, Target
 
-__all__ = ["HolonomyLoops", "LoopHeaderLayout", "LoopReportLayout", "LoopWordLayout"]
+__all__ = [
+    "HolonomyLoops",
+    "LoopHeaderLayout",
+    "LoopReportLayout",
+    "LoopSequencer",
+    "LoopStartLayout",
+    "LoopStepLayout",
+    "LoopWordLayout",
+]
 
 
 class LoopHeaderLayout(data.StructLayout):
@@ -308,6 +316,181 @@ class HolonomyLoops(wiring.Component):
         with m.Elif(valid[p.energy_cycles - 1]):
             m.d.sync += [sums[2].eq(sums[0] + products[0]), sums[1].eq(sums[2]), sums[0].eq(sums[1])]
         return sums
+
+
+class LoopStepLayout(data.StructLayout):
+    """One step of the engine: its job, the slot whose output counts, ``first`` and ``last`` of its loop."""
+
+    def __init__(self, job: ShapeLike) -> None:
+        super().__init__({"job": job, "transposed": unsigned(1), "first": unsigned(1), "last": unsigned(1)})
+
+
+class LoopStartLayout(data.StructLayout):
+    """A word of a start vector; ``last`` ends it."""
+
+    def __init__(self, params: LoopParams) -> None:
+        lanes = data.ArrayLayout(signed(STATE_BITS), params.lanes)
+        super().__init__({"data": lanes, "last": unsigned(1)})
+
+
+class LoopSequencer(wiring.Component):
+    """Walks loops on the transport engine: the state of a step is the output of the one before.
+
+    A step's job is handed to the engine, then the state: the start vector in the first step of a loop, later what came
+    back. After a loop's last step start and end vector leave side by side for :class:`HolonomyLoops`, flagged if any
+    lane saturated in any of its steps. Factors go to the engine by themselves. One step at a time; a word is sent every
+    two cycles and taken every cycle.
+
+    Parameters
+    ----------
+    params: sizes; ``lanes`` are those of one vector of the engine
+    job: shape of the engine's jobs, passed through
+    vectors: of the engine's words; the state is sent in both slots, and the output taken of the one that the step says
+    target: what the memories are for
+
+    Members
+    -------
+    step: In(stream of :class:`LoopStepLayout`), steps of all loops in order of time
+    start: In(stream of :class:`LoopStartLayout`), one vector a loop
+    o: Out(stream of :class:`LoopWordLayout`)
+    engine_job: Out(stream of ``job``)
+    engine_state: Out(stream of vectors × lanes)
+    engine_o: In(stream of ``data``, vectors × lanes, and ``last`` of the vector)
+    engine_saturations: In(16), of the job in force; engine_idle: In(1), it is complete
+    error: Out(:class:`dtp.holonomy.LoopError`), LENGTH or SEQUENCE, sticky, the first counts
+    error_clear: In(1)
+    """
+
+    def __init__(
+        self, params: LoopParams, job: ShapeLike, *, vectors: int = 1, target: Target = Target.GENERIC
+    ) -> None:
+        self.params = params
+        self._vectors = vectors
+        self._target = target
+        lanes = data.ArrayLayout(signed(STATE_BITS), params.lanes)
+        words = data.ArrayLayout(lanes, vectors)
+        super().__init__(
+            {
+                "step": In(stream.Signature(LoopStepLayout(job))),
+                "start": In(stream.Signature(LoopStartLayout(params))),
+                "o": Out(stream.Signature(LoopWordLayout(params))),
+                "engine_job": Out(stream.Signature(job)),
+                "engine_state": Out(stream.Signature(words)),
+                "engine_o": In(stream.Signature(data.StructLayout({"data": words, "last": unsigned(1)}))),
+                "engine_saturations": In(16),
+                "engine_idle": In(1),
+                "error": Out(LoopError),
+                "error_clear": In(1),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        p = self.params
+        bits = p.lanes * STATE_BITS
+        starts, states = (BlockMemory(m, name, bits, p.max_words, target=self._target) for name in ("starts", "states"))
+        place = Signal(range(p.max_words))
+        last_place = Signal.like(place)
+        transposed, last, open_loop, saturated = Signal(), Signal(), Signal(), Signal()
+        error = Signal(LoopError)
+        full, at_last = Signal(), Signal()
+        m.d.comb += [
+            starts.address.eq(place),
+            states.address.eq(place),
+            full.eq(place == p.max_words - 1),
+            at_last.eq(place == last_place),
+            self.engine_job.payload.eq(self.step.payload.job),
+        ]
+        m.d.comb += [
+            self.o.payload.start.eq(starts.data),
+            self.o.payload.end.eq(states.data),
+            self.o.payload.saturated.eq(saturated),
+            self.o.payload.last.eq(at_last),
+        ]
+        for memory in (starts, states):
+            m.d.comb += memory.write.addr.eq(place)
+        with m.FSM(name="state"):
+            with m.State("job"):
+                m.d.comb += [
+                    self.engine_job.valid.eq(self.step.valid),
+                    self.step.ready.eq(self.engine_job.ready),
+                ]
+                with m.If(self.step.valid & self.step.ready):
+                    step = self.step.payload
+                    with m.If(step.first == open_loop):
+                        m.d.comb += error.eq(LoopError.SEQUENCE)
+                    m.d.sync += [transposed.eq(step.transposed), last.eq(step.last), open_loop.eq(1), place.eq(0)]
+                    with m.If(open_loop):
+                        m.next = "read state"
+                    with m.Else():
+                        m.d.sync += saturated.eq(0)
+                        m.next = "start"
+            with m.State("start"):
+                m.d.comb += [
+                    self.engine_state.valid.eq(self.start.valid),
+                    self.start.ready.eq(self.engine_state.ready),
+                    starts.write.en.eq(1),
+                    starts.write.data.eq(self.start.payload.data),
+                ]
+                m.d.comb += [word.eq(self.start.payload.data) for word in self.engine_state.payload]
+                with m.If(self.start.valid & self.start.ready):
+                    m.d.sync += [place.eq(place + 1), last_place.eq(place)]
+                    with m.If(self.start.payload.last | full):
+                        m.d.sync += place.eq(0)
+                        m.next = "result"
+                    with m.If(full & ~self.start.payload.last):
+                        m.d.comb += error.eq(LoopError.LENGTH)
+                        m.next = "drop"
+            with m.State("drop"):
+                m.d.comb += self.start.ready.eq(1)
+                with m.If(self.start.valid & self.start.payload.last):
+                    m.next = "result"
+            with m.State("read state"):
+                m.next = "state"
+            with m.State("state"):
+                m.d.comb += self.engine_state.valid.eq(1)
+                m.d.comb += [word.eq(states.data) for word in self.engine_state.payload]
+                with m.If(self.engine_state.ready):
+                    m.d.sync += place.eq(Mux(at_last, 0, place + 1))
+                    with m.If(at_last):
+                        m.next = "result"
+                    with m.Else():
+                        m.next = "read state"
+            with m.State("result"):
+                slot = transposed if self._vectors == 2 else 0
+                m.d.comb += [
+                    self.engine_o.ready.eq(1),
+                    states.write.en.eq(self.engine_o.valid),
+                    states.write.data.eq(self.engine_o.payload.data[slot]),
+                ]
+                with m.If(self.engine_o.valid):
+                    m.d.sync += place.eq(place + 1)
+                    with m.If(self.engine_o.payload.last):
+                        m.d.sync += place.eq(0)
+                        m.next = "complete"
+            with m.State("complete"):
+                with m.If(self.engine_idle):
+                    m.d.sync += saturated.eq(saturated | self.engine_saturations.any())
+                    with m.If(last):
+                        m.d.sync += open_loop.eq(0)
+                        m.next = "read pair"
+                    with m.Else():
+                        m.next = "job"
+            with m.State("read pair"):
+                m.next = "pair"
+            with m.State("pair"):
+                m.d.comb += self.o.valid.eq(1)
+                with m.If(self.o.ready):
+                    m.d.sync += place.eq(Mux(at_last, 0, place + 1))
+                    with m.If(at_last):
+                        m.next = "job"
+                    with m.Else():
+                        m.next = "read pair"
+        with m.If(self.error_clear):
+            m.d.sync += self.error.eq(LoopError.NONE)
+        with m.Elif(self.error == LoopError.NONE):
+            m.d.sync += self.error.eq(error)
+        return m
 
 
 def _bit_length(value: Signal) -> Value:

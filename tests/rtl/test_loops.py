@@ -12,7 +12,7 @@ from amaranth.sim import Simulator
 
 from dtp.fixed import Int
 from dtp.holonomy import BINS, LoopAccounts, LoopError, LoopHeader, LoopParams, ReportKind
-from rtl.loops import HolonomyLoops
+from rtl.loops import HolonomyLoops, LoopSequencer
 from sim.cycles.loops import loops_timing
 
 PARAMS = {
@@ -260,3 +260,154 @@ def test_words_past_the_longest_vector_are_dropped() -> None:
     wanted = _expected(params, cut)
     run = _simulate(params, loops, random, expected=len(wanted))
     assert run.reports == wanted and run.error == LoopError.LENGTH
+
+
+# ---- sequencer -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Walk:
+    """A loop of jobs of the engine stand-in: each maps x to saturate(x + job) and says how many lanes saturated."""
+
+    start: Int
+    jobs: list[int]
+    firsts: list[int] | None = None
+
+
+def _step(x: Int, job: int, transposed: bool) -> tuple[Int, int]:
+    y = x + (-job if transposed else job)
+    return np.clip(y, -32768, 32767), int(((y < -32768) | (y > 32767)).sum())
+
+
+def _walk(
+    params: LoopParams, walks: list[Walk], random: np.random.Generator, *, vectors: int, stall: float, pairs: int
+) -> tuple[list[tuple[Any, ...]], int]:
+    """Pairs that leave the sequencer beside an engine stand-in in the testbench, and the error."""
+    dut = LoopSequencer(params, 16, vectors=vectors)
+    out: list[tuple[Any, ...]] = []
+    errors: list[int] = []
+    steps = [
+        {"job": job & 0xFFFF, "transposed": job & 1, "first": walk.firsts[n] if walk.firsts else int(n == 0),
+         "last": int(n == len(walk.jobs) - 1)}
+        for walk in walks for n, job in enumerate(walk.jobs)
+    ]  # fmt: skip
+    starts = [
+        {"data": [int(v) for v in word], "last": int(n == len(walk.start) // params.lanes - 1)}
+        for walk in walks for n, word in enumerate(walk.start.reshape(-1, params.lanes))
+    ]  # fmt: skip
+
+    def feed(port: Any, payloads: list[Any]) -> Any:
+        async def process(ctx: Any) -> None:
+            for payload in payloads:
+                while random.random() < stall:
+                    await ctx.tick()
+                ctx.set(port.payload, payload)
+                ctx.set(port.valid, 1)
+                await ctx.tick().until(port.ready)
+                ctx.set(port.valid, 0)
+
+        return process
+
+    async def take(ctx: Any, port: Any) -> Any:
+        while random.random() < stall:
+            await ctx.tick()
+        ctx.set(port.ready, 1)
+        payload = await ctx.tick().sample(port.payload).until(port.valid)
+        ctx.set(port.ready, 0)
+        return payload[0]
+
+    async def engine(ctx: Any) -> None:
+        sizes = [min(len(walk.start) // params.lanes, params.max_words) for walk in walks for _ in walk.jobs]
+        for words in sizes:
+            ctx.set(dut.engine_idle, 1)
+            job = await take(ctx, dut.engine_job)
+            ctx.set(dut.engine_idle, 0)
+            ctx.set(dut.engine_saturations, 0)
+            states = []
+            for _ in range(words):
+                word = await take(ctx, dut.engine_state)
+                slots = [list(word[n]) for n in range(vectors)]
+                assert all(slot == slots[0] for slot in slots)
+                states += slots[0]
+            transposed = bool(job & 1)
+            y, over = _step(np.array(states), job - (1 << 16 if job >> 15 else 0), transposed)
+            wrong = [[7] * params.lanes] * (vectors - 1)
+            for n, word in enumerate(y.reshape(-1, params.lanes)):
+                while random.random() < stall:
+                    await ctx.tick()
+                right = [[int(v) for v in word]]
+                ctx.set(dut.engine_o.payload, {
+                    "data": wrong + right if transposed else right + wrong, "last": int(n == words - 1),
+                })  # fmt: skip
+                ctx.set(dut.engine_o.valid, 1)
+                await ctx.tick().until(dut.engine_o.ready)
+                ctx.set(dut.engine_o.valid, 0)
+            for _ in range(int(random.integers(3))):
+                await ctx.tick()
+            ctx.set(dut.engine_saturations, over)
+        ctx.set(dut.engine_idle, 1)
+
+    async def sink(ctx: Any) -> None:
+        while len(out) < pairs:
+            payload = await take(ctx, dut.o)
+            out.append((list(payload.start), list(payload.end), payload.saturated, payload.last))
+        for _ in range(20):
+            await ctx.tick()
+            assert not ctx.get(dut.o.valid)
+        errors.append(int(ctx.get(dut.error)))
+
+    simulator = Simulator(dut)
+    simulator.add_clock(1e-8)
+    simulator.add_testbench(feed(dut.step, steps), background=True)
+    simulator.add_testbench(feed(dut.start, starts), background=True)
+    simulator.add_testbench(engine, background=True)
+    simulator.add_testbench(sink)
+    simulator.run_until(1e-8 * 400 * (pairs + len(steps) + 10))
+    assert errors, f"{len(out)} of {pairs} pairs in time"
+    return out, errors[0]
+
+
+def _walked(params: LoopParams, walks: list[Walk]) -> list[tuple[Any, ...]]:
+    pairs: list[tuple[Any, ...]] = []
+    for walk in walks:
+        state, over = walk.start, 0
+        for job in walk.jobs:
+            state, count = _step(state, job, bool(job & 1))
+            over += count
+        words = [v.reshape(-1, params.lanes).tolist() for v in (walk.start, state)]
+        pairs += [
+            (a, b, int(over > 0), int(n == len(words[0]) - 1)) for n, (a, b) in enumerate(zip(*words, strict=True))
+        ]
+    return pairs
+
+
+@pytest.mark.parametrize("stall", [0.0, 0.4])
+@pytest.mark.parametrize("vectors", [1, 2])
+def test_sequencer(vectors: int, stall: float) -> None:
+    """States go round the engine in order, saturation anywhere flags its loop alone."""
+    params, random = PARAMS["tiny"], np.random.default_rng(vectors)
+    walks = []
+    for n in range(6):
+        size = int(random.integers(1, params.max_words + 1)) * params.lanes
+        start = random.integers(-2000, 2000, size)
+        jobs = [int(j) for j in random.integers(-3000, 3000, random.integers(1, 5))]
+        if n % 3 == 1:
+            jobs[0] = 32766 + int(random.integers(2))
+        walks.append(Walk(start, jobs))
+    wanted = _walked(params, walks)
+    assert {pair[2] for pair in wanted} == {0, 1}
+    assert _walk(params, walks, random, vectors=vectors, stall=stall, pairs=len(wanted)) == (wanted, LoopError.NONE)
+
+
+def test_sequencer_errors() -> None:
+    params, random = PARAMS["tiny"], np.random.default_rng(1)
+    start = random.integers(-99, 99, 4)
+    for firsts in ([0, 0], [1, 1]):
+        walks = [Walk(start, [5, 8], firsts), Walk(start, [4])]
+        wanted = _walked(params, walks)
+        assert _walk(params, walks, random, vectors=1, stall=0.1, pairs=len(wanted)) == (wanted, LoopError.SEQUENCE)
+    long = random.integers(-99, 99, params.max_lanes + 3 * params.lanes)
+    cut = [Walk(long[: params.max_lanes], [5, 8]), Walk(start, [4])]
+    wanted = _walked(params, cut)
+    walks = [Walk(long, [5, 8]), Walk(start, [4])]
+    assert _walk(params, walks, random, vectors=1, stall=0.1, pairs=len(wanted)) == (wanted, LoopError.LENGTH)
