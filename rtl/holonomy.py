@@ -14,10 +14,10 @@ from dtp.holonomy import (
     SCALE_LIMIT_BITS,
     SCORE_BITS,
     SHIFT_LIMIT,
-    STATE_BITS,
     FieldError,
     FieldParams,
 )
+from dtp.transport import STATE_BITS
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import LATENCY, MultiplexedAdder, Multiplier, Target
 

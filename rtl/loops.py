@@ -13,12 +13,12 @@ from dtp.holonomy import (
     ENTRY_CYCLES,
     RATIO_BITS,
     RATIO_FRACTION_BITS,
-    STATE_BITS,
     SUM_BITS,
     LoopError,
     LoopParams,
     ReportKind,
 )
+from dtp.transport import STATE_BITS
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Multiplier, Target
 

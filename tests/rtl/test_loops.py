@@ -55,6 +55,11 @@ def _loops(params: LoopParams, random: np.random.Generator, programs: int, count
             start = random.integers(-32768, 32768, words * params.lanes)
             size = random.choice([0, 1, 40, 3000, 65535])
             end = np.clip(start + random.integers(-size, size + 1, len(start)), -32768, 32767)
+            if n % 7 == 1:  # a ratio of 299, just past the end
+                start, end = np.full_like(start, 100), np.full_like(start, 1830)
+            if n % 7 == 2:  # below the floor
+                start = random.integers(-2, 3, len(start))
+                end = start + random.integers(-9, 10, len(start))
             if n % 7 == 3:
                 start = np.zeros_like(start)
             if n % 7 == 5:
