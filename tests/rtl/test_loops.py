@@ -221,6 +221,17 @@ def test_stalling_sink(name: str, sink: float) -> None:
     assert _simulate(params, loops, random, sink=sink, gaps=0.2, expected=len(wanted)).reports == wanted
 
 
+def test_a_full_entry_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters of two bits, for 65,535 loops take too long."""
+    monkeypatch.setattr("rtl.loops.COUNT_BITS", 2)
+    monkeypatch.setattr("dtp.holonomy.COUNT_BITS", 2)
+    params, random = PARAMS["tiny"], np.random.default_rng(7)
+    loops = _loops(params, random, programs=1, count=14)
+    wanted = _expected(params, loops)
+    assert sum(report[0] == ReportKind.HEAD and report[4] == 3 for report in wanted) >= 2
+    assert _simulate(params, loops, random, expected=len(wanted)).reports == wanted
+
+
 def test_reset_clears_the_tables() -> None:
     params, random = PARAMS["tiny"], np.random.default_rng(4)
     loops = _loops(params, random, programs=1, count=3)
