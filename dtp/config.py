@@ -218,7 +218,7 @@ class Config(BaseModel):
 
     def _check_transport(self) -> None:
         for field, low, high in (
-            ("transport_lanes", 8, 256), ("transport_vectors", 1, 2), ("transport_width", 4, 4096),
+            ("transport_lanes", 16, 256), ("transport_vectors", 1, 2), ("transport_width", 4, 4096),
             ("solve_lanes", 1, 16),
         ):  # fmt: skip
             value = getattr(self, field)

@@ -184,8 +184,8 @@ class TransportParams:
 
     @property
     def gram_product_cycles(self) -> int:
-        """From two factors to their product, or the square of their sum: sum, table, its register."""
-        return 3 if self.config.factor_bits == 8 else MULTIPLIER_CYCLES + 1
+        """From two factors to their product, or to the square of their sum: sum, table, its register."""
+        return 3 if self.config.factor_bits == 8 else MULTIPLIER_CYCLES
 
     @property
     def gram_levels(self) -> int:

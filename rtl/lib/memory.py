@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amaranth.hdl import Cat, Module, Shape, ShapeLike, Signal, unsigned
+from amaranth.hdl import Cat, Module, Shape, ShapeLike, Signal, Value, unsigned
 from amaranth.lib.memory import Memory
 
 from rtl.lib.multiplier import Target
@@ -78,7 +78,7 @@ class BlockMemory:
             m.d.comb += [
                 write.en.eq(enables),
                 write.addr.eq(self.write.addr),
-                write.data.eq(self.write.data[low:high]),
+                write.data.eq(Value.cast(self.write.data)[low:high]),
                 read.addr.eq(self.address),
             ]
             read_data.append(read.data)
