@@ -18,6 +18,7 @@ from dtp.holonomy import (
     FieldParams,
 )
 from dtp.transport import STATE_BITS
+from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import LATENCY, MultiplexedAdder, Multiplier, Target
 
@@ -132,15 +133,15 @@ class HolonomyField(wiring.Component):
         # What is issued, and when: a last product, else a step of a word, else a step of a Gram product.
         gram = Signal()
         m.d.comb += gram.eq(score.gram_active & ~load.issue & ~final & free)
-        word_line = _line(m, "word", load.issue, p.product_cycles + 1, reset_less=False)
-        gram_line = _line(m, "gram", gram, p.product_cycles, reset_less=False)
-        final_line = _line(m, "final", final, p.result_cycles - 1, reset_less=False)
-        first_line = _line(m, "first", load.token == 0, 1)
-        start_line = _line(m, "energy_first", (load.token == 0) & (load.step == 0), p.product_cycles)
-        end_line = _line(m, "energy_last", load.block_end, p.product_cycles + 1)
-        head_line = _line(m, "head_last", load.head_end, p.product_cycles + 1)
-        gram_first_line = _line(m, "gram_first", score.step == 0, p.product_cycles)
-        gram_last_line = _line(m, "gram_last", score.gram_last, p.product_cycles)
+        word_line = delayed(m, "word", load.issue, p.product_cycles + 1, reset_less=False)
+        gram_line = delayed(m, "gram", gram, p.product_cycles, reset_less=False)
+        final_line = delayed(m, "final", final, p.result_cycles - 1, reset_less=False)
+        first_line = delayed(m, "first", load.token == 0, 1)
+        start_line = delayed(m, "energy_first", (load.token == 0) & (load.step == 0), p.product_cycles)
+        end_line = delayed(m, "energy_last", load.block_end, p.product_cycles + 1)
+        head_line = delayed(m, "head_last", load.head_end, p.product_cycles + 1)
+        gram_first_line = delayed(m, "gram_first", score.step == 0, p.product_cycles)
+        gram_last_line = delayed(m, "gram_last", score.gram_last, p.product_cycles)
 
         # Stage 1 to 2: operands. What is not asked for is 0, so that OR selects.
         u = [Signal(signed(p.u_bits), name=f"u_{n}", reset_less=True) for n in range(p.multipliers)]
@@ -165,7 +166,7 @@ class HolonomyField(wiring.Component):
             with m.Else():
                 m.d.sync += before.eq(sums[0].data.word_select(n, p.sum_bits))
             m.d.sync += [later.eq(u[n]), added.word_select(n, p.sum_bits).eq(before + later)]
-        written = _line(m, "load_address", load_address, _WRITE_STAGE)[_WRITE_STAGE]
+        written = delayed(m, "load_address", load_address, _WRITE_STAGE)[_WRITE_STAGE]
         for memory in sums:
             m.d.comb += [
                 memory.write.en.eq(word_line[_WRITE_STAGE]),
@@ -467,10 +468,10 @@ class _Score:
             m.d.sync += self.weight.eq(Mux(weight_last, 0, self.weight + 1))
             with m.If(weight_last):
                 m.d.sync += weights_active.eq(0)
-        active = _line(m, "weights", weights_active, 2, reset_less=False)[2]
-        odd = _line(m, "weight_odd", self.weight[0], 2)[2]
-        final_pair = _line(m, "weight_final", self.weight >= p.weight_steps - 2, 2)[2]
-        weights_last = _line(m, "weight_last", weights_active & weight_last, 2, reset_less=False)[2]
+        active = delayed(m, "weights", weights_active, 2, reset_less=False)[2]
+        odd = delayed(m, "weight_odd", self.weight[0], 2)[2]
+        final_pair = delayed(m, "weight_final", self.weight >= p.weight_steps - 2, 2)[2]
+        weights_last = delayed(m, "weight_last", weights_active & weight_last, 2, reset_less=False)[2]
         with m.If(weights_last):
             m.d.sync += weights_done.eq(1)
         row_tail, column_tail = Signal(), Signal()
@@ -480,7 +481,7 @@ class _Score:
         ]
         sizes = [Signal(p.block_bits + 1, name=f"size_{name}", reset_less=True) for name in ("column", "row")]
         twice, once = Signal(reset_less=True), Signal(reset_less=True)
-        begin = _line(m, "start", start, 1, reset_less=False)
+        begin = delayed(m, "start", start, 1, reset_less=False)
         with m.If(begin[1]):
             for size, is_tail in zip(sizes, (column_tail, row_tail), strict=True):
                 m.d.sync += size.eq(Mux(is_tail, tail, p.block))
@@ -490,7 +491,7 @@ class _Score:
             ]
         with m.Elif(active & odd):
             m.d.sync += [size.eq(size << 1) for size in sizes]
-        chosen = _line(m, "chosen", begin[1], 1, reset_less=False)[1]
+        chosen = delayed(m, "chosen", begin[1], 1, reset_less=False)[1]
         scale = Signal.like(shift)
         with m.If(twice):
             m.d.comb += scale.eq(constants.shifts[2])
@@ -570,13 +571,3 @@ def _tree(m: Module, values: list[Value]) -> Signal:
     total = values[0]
     assert isinstance(total, Signal)
     return total
-
-
-def _line(m: Module, name: str, source: Value, cycles: int, *, reset_less: bool = True) -> list[Value]:
-    """``source`` and its delays by 1 … ``cycles`` cycles."""
-    taps: list[Value] = [source]
-    for cycle in range(1, cycles + 1):
-        tap = Signal(Shape.cast(source.shape()), name=f"{name}_{cycle}", reset_less=reset_less)
-        m.d.sync += tap.eq(taps[-1])
-        taps.append(tap)
-    return taps

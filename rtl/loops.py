@@ -19,6 +19,7 @@ from dtp.holonomy import (
     ReportKind,
 )
 from dtp.transport import STATE_BITS
+from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Multiplier, Target
 
@@ -293,7 +294,7 @@ class HolonomyLoops(wiring.Component):
             m.d.comb += self.i.ready.eq(1)
         chunks = data.ArrayLayout(data.ArrayLayout(signed(STATE_BITS), p.multipliers), steps)
         vectors = [data.View(chunks, vector.as_value()) for vector in (self.i.payload.start, self.i.payload.end)]
-        valid = _line(m, "valid", issue, p.energy_cycles - 1, reset_less=False)
+        valid = delayed(m, "valid", issue, p.energy_cycles - 1, reset_less=False)
         products: list[Value] = []
         for n in range(p.multipliers):
             before, after = (vector[chunk if steps > 1 else 0][n] for vector in vectors)
@@ -308,7 +309,7 @@ class HolonomyLoops(wiring.Component):
             products = [products[n] + products[n + 1] for n in range(0, len(products), 2)]
             level += 1
             if level % 2 == 0 or len(products) == 1:
-                products = [_line(m, f"tree_{level}_{n}", value, 1)[1] for n, value in enumerate(products)]
+                products = [delayed(m, f"tree_{level}_{n}", value, 1)[1] for n, value in enumerate(products)]
         # The three sums go round: what comes is added to the oldest.
         sums = [Signal(p.energy_bits, name=f"energy_{n}", reset_less=True) for n in range(3)]
         with m.If(first):
@@ -499,13 +500,3 @@ def _bit_length(value: Signal) -> Value:
     for n in range(len(value)):
         found = Mux(value[n], n + 1, found)
     return found
-
-
-def _line(m: Module, name: str, source: Value, cycles: int, *, reset_less: bool = True) -> list[Value]:
-    """``source`` and its delays by 1 … ``cycles`` cycles."""
-    taps: list[Value] = [source]
-    for cycle in range(1, cycles + 1):
-        tap = Signal(Shape.cast(source.shape()), name=f"{name}_{cycle}", reset_less=reset_less)
-        m.d.sync += tap.eq(taps[-1])
-        taps.append(tap)
-    return taps
