@@ -188,7 +188,8 @@ def test_field_of_the_transport_engine(bits: int, units: int) -> None:
     random = np.random.default_rng(bits)
     tokens, width = 48, 64
     a, b = (0.9 * random.standard_normal((2, tokens, width, 2)) / 8 for _ in range(2))
-    quantised = [quantise_solve(config, MiddleMode.CAYLEY, connection_columns(a[h], b[h], cayley=True)[0]) for h in range(2)]
+    columns = [connection_columns(a[h], b[h], cayley=True)[0] for h in range(2)]
+    quantised = [quantise_solve(config, MiddleMode.CAYLEY, v) for v in columns]
     z, unit = quantise_state(random.standard_normal(width))
     assert unit > 0
     u, saturated = relative_transports(config, *quantised, z)
