@@ -1,0 +1,233 @@
+"""Field and loop programs behind the transport engine in hardware, against the golden models of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from amaranth.hdl import Module, Signal
+from amaranth.sim import Simulator
+
+from dtp.config import Config
+from dtp.fixed import Int
+from dtp.holonomy import (
+    BINS,
+    FieldJob,
+    FieldParams,
+    LoopAccounts,
+    LoopParams,
+    ReportKind,
+    block_scores,
+    block_sums,
+    relative_transports,
+)
+from dtp.loops import EdgeKind, Extent, LoopGraph, LoopType, Node, Step, run_program, sample_loops, steps
+from dtp.solve import MiddleMode
+from dtp.transport import (
+    QuantisedFactors,
+    TransportJob,
+    connection_columns,
+    factor_words,
+    quantise_solve,
+    quantise_state,
+    transport,
+)
+from rtl.holonomy import HolonomyField
+from rtl.loops import HolonomyLoops, LoopSequencer
+from rtl.solve import JobLayout
+from rtl.transport import TransportCore
+
+_TINY = Config.load("tiny")
+CONFIGS = {
+    "tiny": _TINY,
+    "pairs": _TINY.changed(transport_vectors=2, transport_lanes=32, solve_lanes=2),
+}
+
+
+def _factors(config: Config, random: np.random.Generator, count: int, width: int) -> QuantisedFactors:
+    a, b = (random.standard_normal((count, width, 2)) / np.sqrt(width) for _ in range(2))
+    return quantise_solve(config, MiddleMode.CAYLEY, connection_columns(a, b, cayley=True)[0])
+
+
+def _job(job: TransportJob) -> dict[str, Any]:
+    return {
+        "mode": int(job.mode), "last_group": job.groups - 1, "last_word": job.words - 1,
+        "last_token": job.tokens - 1, "plain": int(job.plain), "transposed": int(job.transposed),
+        "separate": int(job.separate), "identity": int(job.identity), "base": int(job.base),
+        "project_shift": job.project_shift, "gram_shift": job.gram_shift, "unit": job.unit,
+        "weights": list(job.weights),
+    }  # fmt: skip
+
+
+def _feed(port: Any, payloads: Sequence[Any], random: np.random.Generator) -> Callable[..., Any]:
+    """Offers payloads with gaps; arrays of numbers as the bits of a word."""
+
+    async def process(ctx: Any) -> None:
+        for payload in payloads:
+            while random.random() < 0.1:
+                await ctx.tick()
+            if isinstance(payload, np.ndarray):
+                number = int.from_bytes(np.ascontiguousarray(payload).tobytes(), "little")
+                ctx.set(port.payload.as_value(), number)
+            else:
+                ctx.set(port.payload, payload)
+            ctx.set(port.valid, 1)
+            await ctx.tick().until(port.ready)
+            ctx.set(port.valid, 0)
+
+    return process
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_field_behind_the_engine(name: str) -> None:
+    """P z of a head, then P′ᵀ of the next straight into the field."""
+    config, random = CONFIGS[name], np.random.default_rng(1)
+    params = FieldParams.of(config, multipliers=2)
+    tokens, width = 19, 16
+    heads = [_factors(config, random, tokens, width) for _ in range(2)]
+    z, _ = quantise_state(random.standard_normal(width))
+    u, _ = relative_transports(config, *heads, z)
+    words = width // params.lanes
+    job = FieldJob.of(params, tokens=tokens, words=words, probe_energy=int(z @ z), causal=False)
+    wanted = block_scores(block_sums(u, params), job, params).ravel().tolist()
+    assert len(set(wanted)) == 6 and min(wanted) > 0
+
+    m = Module()
+    m.submodules.engine = engine = TransportCore(config)
+    m.submodules.field = field = HolonomyField(params)
+    slot, last = config.transport_vectors - 1, Signal()
+    m.d.comb += [
+        field.i.valid.eq(engine.o.valid),
+        field.i.payload.data.eq(engine.o.payload.data[slot]),
+        field.i.payload.last.eq(last),
+        engine.o.ready.eq(field.i.ready),
+    ]
+    there = transport(
+        config, heads[0].job(config, MiddleMode.CAYLEY), heads[0].v, np.repeat(z[None, None], tokens, axis=0)
+    )
+    back = heads[1].job(config, MiddleMode.CAYLEY, transposed=True)
+    states = np.zeros((tokens, words, config.transport_vectors, params.lanes), dtype="<i2")
+    states[:, :, slot] = there.outputs[:, 0].reshape(tokens, words, params.lanes)
+    got: list[int] = []
+
+    async def mark_last(ctx: Any) -> None:
+        for n in range(tokens * words):
+            ctx.set(last, int(n == tokens * words - 1))
+            await ctx.tick().until(field.i.valid & field.i.ready)
+
+    async def sink(ctx: Any) -> None:
+        ctx.set(field.o.ready, 1)
+        for _ in range(6_000):
+            *_, valid, score = await ctx.tick().sample(field.o.valid, field.o.payload.score)
+            got.extend([score] * valid)
+            if len(got) == len(wanted):
+                break
+
+    constants = {"shifts": list(job.shifts), "reciprocals": list(job.reciprocals)}
+    simulator = Simulator(m)
+    simulator.add_clock(1e-8)
+    for port, payloads in (
+        (engine.job, [_job(back)]),
+        (engine.factors, [word for token in factor_words(config, back, heads[1].v) for word in token]),
+        (engine.state, list(states.reshape(tokens * words, -1))),
+        (field.job, [{"tokens": tokens, "words": words, "causal": 0, **constants}]),
+    ):
+        simulator.add_testbench(_feed(port, payloads, random), background=True)
+    simulator.add_testbench(mark_last, background=True)
+    simulator.add_testbench(sink)
+    simulator.run()
+    assert got == wanted
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_programs_on_the_engine(name: str) -> None:
+    """Type B and C loops over two layers, edge by edge, to the last bin of the histogram."""
+    config, random = CONFIGS[name], np.random.default_rng(2)
+    extent = Extent(tokens=20, layers=2, heads=2, probes=2, block=config.block)
+    width = 8
+    probes, _ = quantise_state(random.standard_normal((extent.probes, width)))
+    where: dict[tuple[EdgeKind, Node, int], int] = {}
+    drawn = [sample_loops(LoopGraph(extent), kind, 2, seed=5).program for kind in (LoopType.B, LoopType.C)]
+    for program in drawn:
+        for loop in program.loops:
+            for edge in loop:
+                for step in steps(edge):
+                    where.setdefault((step.kind, step.node, step.head), len(where))
+    factors = _factors(config, random, len(where), width)
+
+    def chosen(step: Step) -> tuple[TransportJob, Int]:
+        job = replace(factors.job(config, MiddleMode.CAYLEY, transposed=step.inverse), tokens=1)
+        return job, factors.v[where[step.kind, step.node, step.head]][None]
+
+    def golden(step: Step, state: Int) -> tuple[Int, bool]:
+        job, v = chosen(step)
+        result = transport(config, job, v, state[None, None])
+        return result.outputs[0, 0], bool(result.saturations)
+
+    params = LoopParams.of(config.changed(transport_width=16), multipliers=1, heads=extent.heads)
+    m = Module()
+    m.submodules.engine = engine = TransportCore(config)
+    layout = JobLayout(engine.params)
+    m.submodules.sequencer = sequencer = LoopSequencer(params, layout, vectors=config.transport_vectors)
+    m.submodules.accounts = accounts = HolonomyLoops(params)
+    m.d.comb += [accounts.floor.eq(1), sequencer.engine_saturations.eq(engine.saturations)]
+    m.d.comb += sequencer.engine_idle.eq(engine.idle)
+    for source, sink in (
+        (sequencer.engine_job, engine.job),
+        (sequencer.engine_state, engine.state),
+        (engine.o, sequencer.engine_o),
+        (sequencer.o, accounts.i),
+    ):
+        m.d.comb += [
+            sink.valid.eq(source.valid),
+            sink.payload.as_value().eq(source.payload.as_value()),
+            source.ready.eq(sink.ready),
+        ]
+    wanted: list[tuple[int, ...]] = []
+    headers, starts, steps_in, words_in = [], [], [], []
+    for program in drawn:
+        table = run_program(program, probes, golden, LoopAccounts(params, floor=1))
+        for record, header, loop in zip(table.records, program.headers, program.loops, strict=True):
+            wanted.append((ReportKind.LOOP, record.tag, record.start, record.end, record.difference, record.ratio))
+            headers.append(
+                {"tag": header.tag, "used": len(header.heads), "heads": (*header.heads, 0, 0)[:2],
+                 "block": header.block[0] * params.blocks + header.block[1],
+                 "last": int(header.tag == len(program.loops) - 1)}
+            )  # fmt: skip
+            vector = probes[loop[0].probe].reshape(-1, params.lanes).tolist()
+            starts += [{"data": word, "last": int(n == len(vector) - 1)} for n, word in enumerate(vector)]
+            walk = [step for edge in loop for step in steps(edge)]
+            for n, step in enumerate(walk):
+                job, v = chosen(step)
+                steps_in.append(
+                    {"job": _job(job), "transposed": int(step.inverse), "first": int(n == 0),
+                     "last": int(n == len(walk) - 1)}
+                )  # fmt: skip
+                words_in += list(factor_words(config, job, v)[0])
+        for kind, entries in ((ReportKind.HEAD, table.heads), (ReportKind.BLOCK, table.blocks)):
+            rows = zip(entries.sums, entries.maxima, entries.counts, strict=True)
+            wanted += [(kind, n, *(int(v) for v in row), 0) for n, row in enumerate(rows)]
+        wanted += [(ReportKind.BIN, n, 0, 0, int(table.bins[n]), 0) for n in range(BINS)]
+    got: list[tuple[int, ...]] = []
+
+    async def sink_reports(ctx: Any) -> None:
+        ctx.set(accounts.o.ready, 1)
+        for _ in range(12_000):
+            *_, valid, o = await ctx.tick().sample(accounts.o.valid, accounts.o.payload)
+            if valid:
+                got.append((int(o.kind), o.index, *list(o.numbers), o.ratio))
+            if len(got) == len(wanted):
+                break
+
+    simulator = Simulator(m)
+    simulator.add_clock(1e-8)
+    for port, payloads in (
+        (sequencer.step, steps_in), (sequencer.start, starts), (accounts.header, headers), (engine.factors, words_in),
+    ):  # fmt: skip
+        simulator.add_testbench(_feed(port, payloads, random), background=True)
+    simulator.add_testbench(sink_reports)
+    simulator.run()
+    assert got == wanted
