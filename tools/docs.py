@@ -86,7 +86,7 @@ def parameter_unit(name: str) -> str:
     endings = {
         "_bits": "bits", "_bytes": "bytes", "_tokens": "tokens", "_width": "lanes", "_rank": "columns",
         "_groups": "groups", "_slots": "groups", "_lanes": "values", "_ports": "lanes", "rows": "queries",
-        "lanes": "MACs a row", "block": "tokens, lanes", "lookahead": "items",
+        "lanes": "MACs a row", "block": "tokens, lanes", "lookahead": "items", "_model": "lanes", "_mlp": "lanes",
     }  # fmt: skip
     return next(unit for ending, unit in endings.items() if name.endswith(ending))
 
