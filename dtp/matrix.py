@@ -107,10 +107,10 @@ class MatrixParams:
 
     @property
     def sum_shift(self) -> int:
-        """Right shift of each sum at the array: 0 unless operands are too wide for its accumulators."""
+        """Right shift of each sum at the array, 0 with 8-bit operands: sums and biases fit their widths."""
         c = self.config
         worst = (c.max_mlp << (2 * c.operand_bits - 2)) + (1 << (BIAS_BITS - 1)) + self.max_blocks
-        return max(0, worst.bit_length() + 1 - c.accumulator_bits)
+        return max(c.sum_shift, worst.bit_length() + 1 - c.accumulator_bits)
 
     @property
     def lanes(self) -> int:

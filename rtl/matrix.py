@@ -27,7 +27,16 @@ from rtl.lib.multiplier import Multiplier, Target
 from rtl.lib.streams import StreamQueue
 from rtl.operands import WriteLayout
 
-__all__ = ["MatrixJobLayout", "MatrixMode", "MatrixUnit", "OutputWordLayout", "SaturationCounter", "WordLayout", "matrix_array"]
+__all__ = [
+    "EntryLayout",
+    "MatrixJobLayout",
+    "MatrixMode",
+    "MatrixUnit",
+    "OutputWordLayout",
+    "SaturationCounter",
+    "WordLayout",
+    "matrix_array",
+]
 
 _JOB_BITS = (OPEN_JOBS - 1).bit_length()
 _COUNT_BITS = 16

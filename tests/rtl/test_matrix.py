@@ -48,7 +48,7 @@ def passes(config: Config, random: np.random.Generator, count: int, *, most: int
     """Jobs of drawn shapes and numbers, their biases side by side."""
     made, base = [], 0
     limit = 1 << (config.operand_bits - 1)
-    more = 2 * (config.operand_bits - 8)
+    more = (config.operand_bits - 8) // 2
     for n in range(count):
         width, columns = (int(v) for v in random.integers(1, most + 1, 2)) if shapes is None else shapes[n]
         biased = bool(random.random() < 0.6)
