@@ -14,10 +14,11 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from dtp.attention import golden as attention_golden
 from dtp.config import BIAS_BITS, Config
+from dtp.difference import Energies, energies
 from dtp.errors import must
 from dtp.fixed import Int, overflows, saturate, signed_range
 from dtp.layernorm import fraction_bits, layernorm
@@ -38,11 +39,6 @@ from dtp.workload import Mode, Workload
 
 Real = NDArray[np.float64]
 
-RATIO_FRACTION_BITS = 14
-"""A ratio is u2f14, as the scores of the pruner."""
-RATIO_BITS = 16
-DIFFERENCE_BITS = STATE_BITS + 2
-"""An element of Δ: the difference of a state and two others."""
 _WIDE_SHIFT = 1
 """``out_shift`` of outputs of 16 bits: the pre-activation then fills 17 of 18 bits."""
 
@@ -196,21 +192,6 @@ class Kernel:
 
 
 @dataclass(frozen=True, eq=False)
-class Energies:
-    """Energies of tokens, (L,), or of heads and tokens, (H, L), in squared units of the attention scale.
-
-    Members
-    -------
-    difference, reference: ‖Δ_i‖² and ‖Attn(h + Res(h))_i‖²
-    ratio: u2f14
-    """
-
-    difference: Int
-    reference: Int
-    ratio: Int
-
-
-@dataclass(frozen=True, eq=False)
 class CommutatorResult:
     """What the kernel gives.
 
@@ -228,28 +209,6 @@ class CommutatorResult:
     energies: Energies
     heads: Energies | None
     saturations: int
-
-
-def energies(attended: ArrayLike, plain: ArrayLike, residual: ArrayLike) -> Energies:
-    """Energies of Δ = attended − plain − residual over the last axis (docs/commutator.md §5)."""
-    a, p, r = (np.asarray(x, dtype=np.int64) for x in (attended, plain, residual))
-    for name, value in (("attended", a), ("plain", p), ("residual", r)):
-        if overflows(value, STATE_BITS).any():
-            raise must("energies", name, f"signed numbers of {STATE_BITS} bits", int(np.abs(value).max()))
-    delta = a - p - r
-    difference, reference = (delta * delta).sum(axis=-1), (a * a).sum(axis=-1)
-    return Energies(difference, reference, ratio(difference, reference))
-
-
-def ratio(difference: ArrayLike, reference: ArrayLike) -> Int:
-    """round(difference / reference) as u2f14, saturated; 0 / 0 is 0."""
-    top, bottom = np.asarray(difference, dtype=np.int64), np.asarray(reference, dtype=np.int64)
-    limit = (1 << RATIO_BITS) - 1
-    out = [
-        (0 if n == 0 else limit) if d == 0 else min(limit, ((int(n) << (RATIO_FRACTION_BITS + 1)) // int(d) + 1) >> 1)
-        for n, d in zip(top.ravel(), bottom.ravel(), strict=True)
-    ]
-    return np.array(out, dtype=np.int64).reshape(top.shape)
 
 
 # Golden model

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtp.commutator import CommutatorMode, Kernel, Layer, energies, golden, quantise, ratio
+from dtp.commutator import CommutatorMode, Kernel, Layer, golden, quantise
 from dtp.config import Config
+from dtp.difference import energies, ratio
 from dtp.errors import DtpError
 from dtp.matrix import Activation
 from dtp.workload import Mode
