@@ -7,15 +7,17 @@ matrix that follows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dtp.array import MULTIPLIER_CYCLES
 from dtp.config import MANTISSA_BITS, REGISTER_BITS, TABLE_BITS, Config
 from dtp.errors import must
 from dtp.fixed import Int, overflows, round_shift, saturate
-from dtp.matrix import STATE_BITS, clamp
+from dtp.matrix import STATE_BITS, MatrixParams, clamp
 
 INDEX_FRACTION_BITS: Final = TABLE_BITS - 2
 """A mantissa in [1, 4) with these fraction bits is a table index."""
@@ -28,6 +30,96 @@ RSQRT: Final[tuple[int, ...]] = tuple(
 """``round(2^17 / √((m + ½)/256))``; indices below 256 do not occur."""
 RSQRT_ERROR: Final = 2.0**-10 + 2.0**-16
 """``|RSQRT[m]·√V / 2^(17 + e) − 1|`` never exceeds it: half an interval of the table, halved, and its rounding."""
+
+
+@dataclass(frozen=True)
+class LayerNormParams:
+    """Sizes and schedule of the LayerNorm of a configuration; a word is that of the matrix mode."""
+
+    config: Config
+
+    # Sizes
+
+    @property
+    def lanes(self) -> int:
+        """Elements worked on at once, one multiplier each, which serves each of them twice."""
+        return self.config.normaliser_lanes
+
+    @property
+    def beats(self) -> int:
+        """Beats of ``lanes`` elements of a word."""
+        return MatrixParams(self.config).elements // self.lanes
+
+    @property
+    def word_cycles(self) -> int:
+        """Cycles between two words."""
+        return 2 * self.beats
+
+    @property
+    def beat_rows(self) -> int:
+        """Rows of a beat; ``lanes / beat_rows`` elements of each."""
+        return min(self.lanes, self.config.rows)
+
+    @property
+    def queue_words(self) -> int:
+        """Normalised words that can wait, those in the pipeline included."""
+        return 8
+
+    @property
+    def _model_bits(self) -> int:
+        return (self.config.max_model - 1).bit_length()
+
+    @property
+    def total_bits(self) -> int:
+        """Signed width of Σ."""
+        return self._model_bits + STATE_BITS
+
+    @property
+    def centred_bits(self) -> int:
+        """Signed width of t."""
+        return self._model_bits + STATE_BITS + 1
+
+    @property
+    def norm_bits(self) -> int:
+        """Unsigned width of Σx²."""
+        return self._model_bits + 2 * STATE_BITS - 1
+
+    @property
+    def variance_bits(self) -> int:
+        """Unsigned width of V, an even number."""
+        return 2 * (self._model_bits + STATE_BITS - 1)
+
+    @property
+    def exponent_bits(self) -> int:
+        """Width of e."""
+        return (self.variance_bits // 2 - 1).bit_length()
+
+    # Schedule, in cycles from the first one of a beat
+
+    @property
+    def row_cycle(self) -> int:
+        """Products D·x; the row's Σ, e and factor are read."""
+        return 1 + MULTIPLIER_CYCLES
+
+    @property
+    def factor_cycle(self) -> int:
+        """Aligned t, with its factor in front of the multiplier: centred, coarse, fine, saturated. An odd number."""
+        return self.row_cycle + 4
+
+    @property
+    def element_cycles(self) -> int:
+        """Outputs: multiplier, rounding, clamp."""
+        return self.factor_cycle + 1 + MULTIPLIER_CYCLES + 2
+
+    @property
+    def square_cycles(self) -> int:
+        """Sums of the first pass: operand, multiplier, its register, tree."""
+        return 2 + MULTIPLIER_CYCLES + (self.lanes // self.beat_rows - 1).bit_length()
+
+    @property
+    def root_cycles(self) -> int:
+        """Most cycles of a row's root: read, sign, V bit by bit, leading bits, table, its register, write."""
+        return 2 + self.total_bits + self.variance_bits // 2 + 3
 
 
 def fraction_bits(config: Config) -> int:

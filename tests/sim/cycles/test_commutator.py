@@ -31,7 +31,7 @@ def test_extra_cycles_are_the_named_multiplications(name: str, shape: LayerShape
 
 @pytest.mark.parametrize("mode", CommutatorMode)
 def test_ratio_to_the_plain_layer_is_a_constant(mode: CommutatorMode) -> None:
-    """Claim 1 of SPEC §2: 1.4 to 1.6 times the plain layer again, whatever the length."""
+    """Claim 1 of SPEC §2: at most 1.4 (frozen) and 1.6 (full) plain layers more, less for long sequences."""
     config = Config.load("ecp5-85k")
     ratios = []
     for tokens in (64, 128, 256, 512):
@@ -39,7 +39,7 @@ def test_ratio_to_the_plain_layer_is_a_constant(mode: CommutatorMode) -> None:
         ratios.append(
             array_cycles(extra_passes(config, shape, mode)) / array_cycles(plain_passes(config, shape))
         )
-    low, high = (0.95, 1.55) if mode is CommutatorMode.FROZEN else (1.3, 1.75)
+    low, high = (0.8, 1.4) if mode is CommutatorMode.FROZEN else (1.2, 1.6)
     assert low < min(ratios) and max(ratios) < high
     assert ratios == sorted(ratios, reverse=True)
 
