@@ -216,7 +216,7 @@ class CommutatorResult:
 
 def golden(kernel: Kernel, mode: CommutatorMode, *, per_head: bool = False) -> CommutatorResult:
     """Δ and its energies, every bit that the hardware gives."""
-    run = _Run(kernel)
+    run = Operators(kernel)
     h = kernel.hidden
     r = run.residual(h, "in", "out")
     x = run.add(h, r)
@@ -240,7 +240,7 @@ def golden(kernel: Kernel, mode: CommutatorMode, *, per_head: bool = False) -> C
 
 
 @dataclass
-class _Run:
+class Operators:
     """The operators of a kernel on states, with the saturation count."""
 
     kernel: Kernel
@@ -323,6 +323,8 @@ def quantise(config: Config, layer: Layer) -> Kernel:
         if getattr(layer, name) > limit:
             rule = f"at most {limit_name} {limit} of configuration {config.name!r}"
             raise must("Layer", name, rule, getattr(layer, name))
+    if layer.model % config.block and (layer.ln_attn is not None or layer.ln_mlp is not None):
+        raise must("Layer", "model", f"a multiple of block {config.block} with LayerNorm", layer.model)
     return _Calibration(config, _fold_frame(layer)).kernel()
 
 
@@ -346,7 +348,7 @@ class _Calibration:
             config=self.config, layer=layer, hidden=np.rint(h / scale).astype(np.int64), state_scale=scale,
             attention_scale=0.0, matrices=self.matrices,
         )  # fmt: skip
-        run = _Run(kernel)
+        run = Operators(kernel)
         self._residual("in", "out", [kernel.hidden], scale, scale)
         x = run.add(kernel.hidden, run.residual(kernel.hidden, "in", "out"))
         both = [run.normalise(state, normal) for state in (kernel.hidden, x)]
@@ -387,7 +389,7 @@ class _Calibration:
             config=self.config, layer=layer, hidden=states[0], state_scale=0.0, attention_scale=0.0,
             matrices=self.matrices,
         )  # fmt: skip
-        run = _Run(kernel)
+        run = Operators(kernel)
         fed = [run.normalise(state, normal) for state in states]
         self._make(first, "mlp_in", "b_in", "ln_mlp", fed, self._input_unit(state_unit, normal), None, inner=True)
         inner = [run.apply(first, state) for state in fed]

@@ -1,9 +1,9 @@
 """Steps of the commutator kernel and its programs: what the hardware does with states of one row group at a time.
 
-A *program* is a list of :class:`Step`. States lie in a memory of words (``rows`` × ``segments`` elements of 16 bits); a
-tensor of a group takes width / segments of them. :func:`before_attention` and :func:`after_attention` are the two halves
-of the kernel around the tile's walk; they interleave two groups, so that one group's matrix steps while the outputs of
-the other are requantised (docs/commutator.md §7).
+A *program* is a list of :class:`Step`. States lie in a memory of words (``rows`` × ``segments`` elements of 16 bits),
+width / segments of them for a tensor of a group. :func:`before_attention` and :func:`after_attention` are the two
+halves of the kernel around the tile's walk; they interleave two groups, so that one group's matrix steps while the
+outputs of the other are requantised (docs/commutator.md §7). :func:`execute` is the golden model of a program.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from dtp.commutator import CommutatorMode, Kernel
 from dtp.config import Config
+from dtp.difference import Energies, energies
 from dtp.errors import must
-from dtp.matrix import MatrixJob, MatrixParams
+from dtp.fixed import Int, overflows, saturate
+from dtp.layernorm import layernorm
+from dtp.matrix import STATE_BITS, MatrixJob, MatrixParams, matrix, padded
 
 MAX_WAIT = 3
 """Largest number of matrix steps that a step may leave unfinished."""
@@ -188,3 +194,65 @@ def _interleaved(config: Config, steps: object, groups: int) -> list[Step]:
         alone = n == 0 or program[n - 1].group == step.group
         result.append(step if not alone else Step(**{**vars(step), "wait": 0}))
     return result
+
+
+# Golden model of a program
+
+
+@dataclass(frozen=True, eq=False)
+class Executed:
+    """What a program gives.
+
+    Members
+    -------
+    stored: for each storing step in order, (rows, columns)
+    energies: for each ENERGY step in order, of the rows
+    saturations: of matrices; sum_saturations: of sums and LayerNorms
+    """
+
+    stored: tuple[Int, ...]
+    energies: tuple[Energies, ...]
+    saturations: int
+    sum_saturations: int
+
+
+def execute(kernel: Kernel, program: Sequence[Step], loads: Sequence[ArrayLike]) -> Executed:
+    """A program on whole row groups; ``loads`` are the (rows, width) states of its LOAD steps in order.
+
+    Raises
+    ------
+    DtpError
+        when there are not as many loads as LOAD steps
+    """
+    config = kernel.config
+    wanted = sum(step.kind is StepKind.LOAD for step in program)
+    if len(loads) != wanted:
+        raise must("execute", "loads", f"{wanted} states, one a LOAD step", len(loads))
+    states: dict[int, Int] = {}
+    stored, records = [], []
+    given = iter(loads)
+    saturations = sum_saturations = 0
+    for step in program:
+        if step.kind is StepKind.LOAD:
+            states[step.target] = padded(next(given), config.rows, step.width)
+        elif step.kind is StepKind.MATRIX:
+            assert step.job is not None
+            x = states[step.source]
+            if step.normalise:
+                x, count = layernorm(config, x)
+                sum_saturations += count
+            found = kernel.matrices[step.matrix]
+            y, count = matrix(config, step.job, x, found.weights, found.bias)
+            saturations += count
+            if step.addend is not None:
+                total = y + states[step.addend]
+                sum_saturations += int(np.count_nonzero(overflows(total, STATE_BITS)))
+                y = saturate(total, STATE_BITS)
+            if step.store:
+                stored.append(y)
+            else:
+                states[step.target] = y
+        else:
+            assert step.addend is not None
+            records.append(energies(states[step.source], states[step.addend], states[step.residual]))
+    return Executed(tuple(stored), tuple(records), saturations, sum_saturations)

@@ -102,8 +102,9 @@ class MatrixParams:
 
     @property
     def bias_words(self) -> int:
-        """Resident bias words of ``segments`` biases."""
-        return 2 * self.config.max_mlp // self.config.segments
+        """Resident bias words of ``segments`` biases: an MLP and three projections."""
+        words = (self.config.max_mlp + 4 * self.config.max_model) // self.config.segments
+        return int(1 << (words - 1).bit_length())
 
     @property
     def sum_shift(self) -> int:

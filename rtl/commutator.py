@@ -67,9 +67,9 @@ class _ResultLayout(data.StructLayout):
 class Commutator(wiring.Component):
     """Runs a program of steps in order; docs/commutator.md §7.
 
-    A step begins when no more than its ``wait`` matrix steps before it are unfinished, and the next one when it has read
-    what it reads; matrices are finished in their order, beside the steps that follow. The array is outside, as for
-    :class:`rtl.matrix.MatrixMode`.
+    A step begins when no more than its ``wait`` matrix steps before it are unfinished, and the next one when it has
+    read what it reads; matrices are finished in their order, beside the steps that follow. The array is outside, as
+    for :class:`rtl.matrix.MatrixMode`.
 
     Parameters
     ----------

@@ -198,4 +198,6 @@ def test_refusals() -> None:
         quantise(TINY, layer_of(mlp=128, width=8))
     with pytest.raises(DtpError, match=r"energies\.plain must be signed numbers of 16 bits, not 32768"):
         energies(np.zeros(3), np.full(3, 32768), np.zeros(3))
+    with pytest.raises(DtpError, match=r"Layer\.model must be a multiple of block 16 with LayerNorm, not 36"):
+        quantise(ECP5, layer_of(model=36))
     assert isinstance(quantise(TINY, layer_of(width=8)), Kernel)
