@@ -8,8 +8,8 @@ outputs of the other are requantised (docs/commutator.md §7). :func:`execute` i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -79,7 +79,7 @@ class Step:
 
     kind: StepKind
     group: int
-    wait: int
+    wait: int = 0
     target: int = 0
     source: int = 0
     addend: int | None = None
@@ -141,12 +141,12 @@ def before_attention(kernel: Kernel, mode: CommutatorMode, groups: int) -> list[
     def steps(group: int, place: _Places) -> Iterator[Step]:
         def matrix(name: str, source: str, target: str = "", **more: object) -> Step:
             return Step(
-                kind=StepKind.MATRIX, group=group, wait=1, source=place(source), matrix=name,
+                kind=StepKind.MATRIX, group=group, source=place(source), matrix=name,
                 job=kernel.matrices[name].job, bias_base=bases[name], target=place(target) if target else 0,
                 store=not target, **more,  # type: ignore[arg-type]
             )  # fmt: skip
 
-        yield Step(kind=StepKind.LOAD, group=group, wait=1, target=place("first"), width=layer.model)
+        yield Step(kind=StepKind.LOAD, group=group, target=place("first"), width=layer.model)
         yield matrix("in", "first", "inner", normalise=layer.ln_mlp is not None)
         yield matrix("out", "inner", "second", addend=place("first"))
         for name in names[2:]:
@@ -163,37 +163,55 @@ def after_attention(kernel: Kernel, groups: int) -> list[Step]:
     def steps(group: int, place: _Places) -> Iterator[Step]:
         def matrix(name: str, source: str, target: str, **more: object) -> Step:
             return Step(
-                kind=StepKind.MATRIX, group=group, wait=1, source=place(source), matrix=name,
+                kind=StepKind.MATRIX, group=group, source=place(source), matrix=name,
                 job=kernel.matrices[name].job, bias_base=bases[name], target=place(target), **more,  # type: ignore[arg-type]
             )  # fmt: skip
 
         # The heads' outputs lie where the hidden layer comes later.
         for target in ("second", "first"):
-            yield Step(kind=StepKind.LOAD, group=group, wait=1, target=place("inner"), width=layer.inner)
+            yield Step(kind=StepKind.LOAD, group=group, target=place("inner"), width=layer.inner)
             yield matrix("o", "inner", target)
         yield matrix("in_a", "first", "inner", normalise=layer.ln_mlp is not None)
         yield matrix("out_a", "inner", "third")
         yield Step(
-            kind=StepKind.ENERGY, group=group, wait=1, width=layer.model, source=place("second"),
+            kind=StepKind.ENERGY, group=group, width=layer.model, source=place("second"),
             addend=place("first"), residual=place("third"),
         )  # fmt: skip
 
     return _interleaved(kernel.config, steps, groups)
 
 
-def _interleaved(config: Config, steps: object, groups: int) -> list[Step]:
-    """Steps of two groups in turn; of a single last group with nothing unfinished before each."""
+def _interleaved(config: Config, steps: Callable[[int, _Places], Iterator[Step]], groups: int) -> list[Step]:
+    """Steps of two groups in turn, a last one alone."""
     program: list[Step] = []
     for first in range(0, groups, 2):
-        pair = [list(steps(group, _Places(config, group % 2))) for group in range(first, min(first + 2, groups))]  # type: ignore[operator]
+        pair = [list(steps(group, _Places(config, group % 2))) for group in range(first, min(first + 2, groups))]
         for turn in zip(*pair, strict=True):
             program += turn
-    # A step's operands are those of the step two places before (the other group's is in between), or of the one before.
+    return with_waits(program)
+
+
+def with_waits(program: Sequence[Step]) -> list[Step]:
+    """The program with the largest ``wait`` of each step that keeps its operands: those of the newest matrix that
+    writes what it reads, or that still uses what a LOAD overwrites, are finished."""
+    matrices: list[Step] = []
     result = []
-    for n, step in enumerate(program):
-        alone = n == 0 or program[n - 1].group == step.group
-        result.append(step if not alone else Step(**{**vars(step), "wait": 0}))
+    for step in program:
+        wait = next((n for n, other in enumerate(reversed(matrices)) if _depends(step, other)), MAX_WAIT)
+        result.append(replace(step, wait=min(wait, MAX_WAIT)))
+        if step.kind is StepKind.MATRIX:
+            matrices.append(step)
     return result
+
+
+def _depends(step: Step, matrix: Step) -> bool:
+    """Whether ``step`` may not begin before the MATRIX step ``matrix`` is finished. Matrices write in their order."""
+    written = None if matrix.store else matrix.target
+    if step.kind is StepKind.LOAD:
+        return step.target in (written, matrix.addend)
+    if step.kind is StepKind.MATRIX:
+        return written is not None and written in (step.source, step.addend)
+    return written in (step.source, step.addend, step.residual)
 
 
 # Golden model of a program
