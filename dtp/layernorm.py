@@ -153,9 +153,9 @@ def layernorm(config: Config, state: ArrayLike) -> tuple[Int, int]:
     aligned = saturate(exact, REGISTER_BITS)
     shift = ALIGN_BITS + MANTISSA_BITS - fraction_bits(config)
     n, over = clamp(round_shift(aligned * factor[:, None], shift), config.operand_bits)
-    live = variance[:, None] > 0
-    count = int(np.count_nonzero((overflows(exact, REGISTER_BITS) | (over > 0)) & live))
-    return np.where(live, n << (STATE_BITS - config.operand_bits), 0), count
+    # A constant row has t = 0, so that its factor does not matter.
+    count = int(np.count_nonzero(overflows(exact, REGISTER_BITS) | (over > 0)))
+    return np.asarray(n << (STATE_BITS - config.operand_bits), dtype=np.int64), count
 
 
 def inverse_root(variance: ArrayLike) -> tuple[Int, Int]:

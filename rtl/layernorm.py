@@ -222,8 +222,7 @@ class LayerNorm(wiring.Component):
                 with m.If(v[-2:] != 0):
                     m.next = "table"
                 with m.Elif(step == p.variance_bits // 2 - 1):
-                    # Constant rows: a factor of 0.
-                    m.d.sync += root.eq(0)
+                    # A constant row: t is 0, whatever the factor.
                     m.next = "keep"
                 with m.Else():
                     m.d.sync += [v.eq(v << 2), exponent.eq(exponent - 1)]
@@ -270,8 +269,7 @@ class LayerNorm(wiring.Component):
             m.d.comb += early.eq(high.any() & ~high.all())
             limit = Cat((~exact[-1]).replicate(REGISTER_BITS - 1), exact[-1])
             m.d.sync += aligned[lane].eq(Mux(early, limit, exact[:REGISTER_BITS]).as_signed())
-            early_kept = _line(m, f"early_kept_{lane}", early, 1)[1]
-            early_late = _line(m, f"early_late_{lane}", early_kept & (factor != 0), stages - p.factor_cycle)[-1]
+            early_late = _line(m, f"early_late_{lane}", early, stages - p.factor_cycle + 1)[-1]
 
             rounded = Signal(signed(2 * REGISTER_BITS - shift), name=f"rounded_{lane}", reset_less=True)
             m.d.sync += rounded.eq((products[lane] >> shift) + products[lane][shift - 1])
