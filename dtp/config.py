@@ -85,6 +85,8 @@ class Config(BaseModel):
     transport_columns: Count  # factor columns of a pass, K
     transport_width: Count  # longest transported vector
     solve_lanes: Count  # small solves side by side
+    max_model: Count  # d_model of the matrix mode
+    max_mlp: Count  # width of a hidden MLP layer
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -153,7 +155,7 @@ class Config(BaseModel):
             ("lifted_bits", 6, 16), ("output_bits", 8, 16), ("max_tokens", 8, 4096), ("max_width", 4, 256),
             ("max_frame_rank", 1, 4), ("metric_rank", 1, 4), ("input_bytes", 1, 128), ("output_bytes", 1, 128),
             ("lookahead", 1, 7), ("normaliser_lanes", 1, 128), ("lift_ports", 1, 16), ("output_slots", 2, 8),
-            ("query_groups", 4, 256),
+            ("query_groups", 4, 256), ("max_model", 4, 4096), ("max_mlp", 4, 8192),
         ):  # fmt: skip
             value = getattr(self, field)
             if not low <= value <= high:
@@ -168,7 +170,7 @@ class Config(BaseModel):
             raise must("Config", "lifted_bits", f"at most {REGISTER_BITS}", self.lifted_bits)
         for field in (
             "rows", "lanes", "block", "max_tokens", "max_width", "input_bytes", "output_bytes",
-            "normaliser_lanes", "lift_ports", "query_groups", "output_slots",
+            "normaliser_lanes", "lift_ports", "query_groups", "output_slots", "max_model", "max_mlp",
         ):  # fmt: skip
             if not _is_power_of_two(getattr(self, field)):
                 raise must("Config", field, "a power of two", getattr(self, field))
@@ -178,7 +180,7 @@ class Config(BaseModel):
             raise must("Config", "rows", f"a divisor of block {self.block}", self.rows)
         if self.block < 4 * self.segments:
             raise must("Config", "lanes", f"at most block²/4 = {self.block * self.block // 4}", self.lanes)
-        for field in ("max_tokens", "max_width"):
+        for field in ("max_tokens", "max_width", "max_model", "max_mlp"):
             if getattr(self, field) % self.block:
                 raise must("Config", field, f"a multiple of block {self.block}", getattr(self, field))
         if self.metric_rank > self.max_frame_rank:
@@ -214,6 +216,8 @@ class Config(BaseModel):
         if self.query_groups <= self.lookahead:
             raise must("Config", "query_groups", f"more than lookahead {self.lookahead}", self.query_groups)
         self._check_transport()
+        if self.max_mlp < self.max_model:
+            raise must("Config", "max_mlp", f"at least max_model {self.max_model}", self.max_mlp)
         if self.row_bits > REGISTER_BITS:
             raise must("Config", "probability_bits", f"at most {REGISTER_BITS - 1}", self.probability_bits)
 

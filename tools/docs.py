@@ -88,6 +88,7 @@ def parameter_unit(name: str) -> str:
         "_groups": "groups", "_slots": "groups", "_lanes": "values", "_ports": "lanes", "rows": "queries",
         "lanes": "MACs a row", "block": "tokens, lanes", "lookahead": "items",
         "_memories": "true or false",
+        "lanes": "MACs a row", "block": "tokens, lanes", "lookahead": "items", "_model": "lanes", "_mlp": "lanes",
     }  # fmt: skip
     return next(unit for ending, unit in endings.items() if name.endswith(ending))
 

@@ -149,6 +149,8 @@ def random_configuration(rng: np.random.Generator, number: int) -> Config:
             "lift_ports": draw(1, 2, 4),
             "output_slots": draw(2, 4),
             "query_groups": draw(8, 16),
+            "max_model": 32,
+            "max_mlp": 64,
         }
         try:
             return Config.from_mapping({"name": f"drawn-{number}", **fields})

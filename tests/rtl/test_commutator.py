@@ -1,0 +1,226 @@
+"""Commutator kernel in hardware: programs bit for bit against the contract, array steps as predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from amaranth.hdl import Module
+from amaranth.sim import Simulator
+
+from dtp.commutator import CommutatorMode, Kernel, Layer, quantise
+from dtp.config import Config
+from dtp.kernel import Executed, Step, StepKind, after_attention, before_attention, execute
+from dtp.matrix import Activation, MatrixParams, bias_words, padded, weight_entries, words
+from rtl.commutator import CommutatorUnit
+from sim.cycles.commutator import LayerShape, array_cycles, extra_passes, plain_passes
+from tests.dtp.test_commutator import layer_of
+
+_TINY = Config.load("tiny")
+CONFIGS = {
+    "tiny": _TINY,
+    "two segments": _TINY.changed(lanes=16, output_bytes=16, input_bytes=16, normaliser_lanes=2),
+    "one lane": _TINY.changed(normaliser_lanes=1),
+}
+
+
+def small_layer(**changes: Any) -> Layer:
+    shape: dict[str, Any] = {"tokens": 9, "model": 16, "heads": 2, "width": 8, "mlp": 32}
+    return layer_of(3, **{**shape, **changes})
+
+
+@dataclass
+class Run:
+    """Stored words and energy records, array steps, cycles from the first to the last one, saturation counts."""
+
+    stored: list[list[int]] = field(default_factory=list)
+    records: list[tuple[int, int, int]] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
+    saturations: int = 0
+    sum_saturations: int = 0
+
+
+def simulate(
+    kernel: Kernel, program: list[Step], loads: list[np.ndarray], random: np.random.Generator, *,
+    source: float = 1.0, weight: float = 1.0, sink: float = 1.0,
+) -> Run:  # fmt: skip
+    config = kernel.config
+    dut = CommutatorUnit(config)
+    run = Run()
+    elements = MatrixParams(config).elements
+    feeds = [word for state in loads for word in words(config, state)]
+    entries = [
+        entry for step in program if step.job is not None
+        for entry in weight_entries(config, step.job, kernel.matrices[step.matrix].weights)
+    ]  # fmt: skip
+    store_words = sum(
+        step.job.blocks(config) * config.pass_steps for step in program if step.job is not None and step.store
+    )
+    energy_rows = sum(config.rows for step in program if step.kind is StepKind.ENERGY)
+    limit = 3000 + 40 * len(program) * 200 + 20 * (len(feeds) + len(entries))
+
+    def set_step(ctx: Any, step: Step) -> None:
+        payload = dut.step.payload
+        for name in ("kind", "wait", "target", "source", "residual", "normalise", "store"):
+            ctx.set(getattr(payload, name), getattr(step, name))
+        ctx.set(payload.addend, step.addend or 0)
+        ctx.set(payload.adds, step.addend is not None and step.kind is StepKind.MATRIX)
+        ctx.set(payload.words, step.words(config))
+        ctx.set(payload.width, step.width if step.job is None else step.job.width)
+        if step.job is not None:
+            ctx.set(payload.job.chunks, step.job.chunks(config))
+            ctx.set(payload.job.blocks, step.job.blocks(config))
+            ctx.set(payload.job.has_bias, step.job.bias)
+            ctx.set(payload.job.bias_base, step.bias_base)
+            for name in ("feed_gain", "shift", "scale", "out_shift", "activation", "wide"):
+                ctx.set(getattr(payload.job, name), getattr(step.job, name))
+
+    async def bench(ctx: Any) -> None:
+        for step in {s.matrix: s for s in program if s.job is not None}.values():
+            bias = kernel.matrices[step.matrix].bias
+            if bias is None:
+                continue
+            assert step.job is not None
+            for n, word in enumerate(bias_words(config, step.job, bias)):
+                ctx.set(dut.bias_write.en, 1)
+                ctx.set(dut.bias_write.addr, step.bias_base + n)
+                ctx.set(dut.bias_write.data, sum((int(b) & 0xFFFFFF) << 24 * s for s, b in enumerate(word)))
+                await ctx.tick()
+        ctx.set(dut.bias_write.en, 0)
+        ctx.set(dut.clear, 1)
+        await ctx.tick()
+        ctx.set(dut.clear, 0)
+        ports, lists = [dut.step, dut.i, dut.w], [program, feeds, entries]
+        chances = [source, source, weight]
+        numbers, offered = [0, 0, 0], [False] * 3
+        held: list[Any] = [None, None]
+        idle = cycle = 0
+        while idle < 60:
+            assert cycle < limit, f"{numbers} taken, {len(run.stored)} stored, {len(run.records)} records"
+            for n, port in enumerate(ports):
+                if not offered[n] and numbers[n] < len(lists[n]) and random.random() < chances[n]:
+                    offered[n] = True
+                    item = lists[n][numbers[n]]
+                    if isinstance(item, Step):
+                        set_step(ctx, item)
+                    else:
+                        ctx.set(port.payload, item.tolist())
+                ctx.set(port.valid, offered[n])
+            ctx.set(dut.o.ready, random.random() < sink)
+            ctx.set(dut.energy.ready, random.random() < sink)
+            for n, port in enumerate(ports):
+                if offered[n] and ctx.get(port.ready):
+                    numbers[n], offered[n] = numbers[n] + 1, False
+                    if n == 2:
+                        run.weights.append(cycle)
+            for n, port in enumerate((dut.o, dut.energy)):
+                valid, ready = ctx.get(port.valid), ctx.get(port.ready)
+                now = ctx.get(port.payload.as_value())
+                assert held[n] is None or (valid and now == held[n]), f"a waiting payload changed in cycle {cycle}"
+                held[n] = now if valid and not ready else None
+                if valid and ready and n == 0:
+                    value = ctx.get(dut.o.payload.data.as_value())
+                    parts = [(value >> 16 * k) & 0xFFFF for k in range(elements)]
+                    run.stored.append([v - (v >> 15 << 16) for v in parts])
+                elif valid and ready:
+                    payload = dut.energy.payload
+                    run.records.append(
+                        (ctx.get(payload.difference), ctx.get(payload.reference), ctx.get(payload.ratio))
+                    )
+            done = len(run.stored) >= store_words and len(run.records) >= energy_rows
+            idle = idle + 1 if done else 0
+            await ctx.tick()
+            cycle += 1
+        assert numbers == [len(program), len(feeds), len(entries)]
+        assert ctx.get(dut.idle)
+        run.saturations, run.sum_saturations = ctx.get(dut.saturations), ctx.get(dut.sum_saturations)
+
+    module = Module()
+    module.submodules.dut = dut
+    simulator = Simulator(module)
+    simulator.add_clock(1e-8)
+    simulator.add_testbench(bench)
+    simulator.run()
+    return run
+
+
+def check(kernel: Kernel, wanted: Executed, run: Run) -> None:
+    config = kernel.config
+    stored = [
+        word.ravel().tolist()
+        for y in wanted.stored
+        for word in words(config, padded(y, config.rows, config.chunks(y.shape[1]) * config.block))
+    ]
+    assert len(run.stored) == len(stored)
+    for n, (word, expected) in enumerate(zip(run.stored, stored, strict=True)):
+        assert word == expected, f"word {n} of {len(stored)}"
+    records = [
+        (int(e.difference[row]), int(e.reference[row]), int(e.ratio[row]))
+        for e in wanted.energies
+        for row in range(config.rows)
+    ]
+    assert run.records == records
+    assert (run.saturations, run.sum_saturations) == (wanted.saturations, wanted.sum_saturations)
+
+
+def group_rows(kernel: Kernel, state: np.ndarray) -> list[np.ndarray]:
+    rows = kernel.config.rows
+    whole = padded(state, kernel.config.groups(len(state)) * rows, state.shape[1])
+    return [whole[n : n + rows] for n in range(0, len(whole), rows)]
+
+
+def interleaved(program: list[Step], loads: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """Loads of each group in the order of the program; ``loads`` are the tensors a group loads one after the other."""
+    turn: dict[int, int] = {}
+    result = []
+    for step in program:
+        if step.kind is StepKind.LOAD:
+            result.append(loads[turn.get(step.group, 0)][step.group])
+            turn[step.group] = turn.get(step.group, 0) + 1
+    return result
+
+
+def halves(
+    kernel: Kernel, mode: CommutatorMode, random: np.random.Generator
+) -> list[tuple[list[Step], list[np.ndarray]]]:
+    """Both programs; outputs of the heads are drawn, as attention is not a part of the kernel."""
+    layer = kernel.layer
+    groups = kernel.config.groups(layer.tokens)
+    hidden = group_rows(kernel, kernel.hidden)
+    heads = [
+        group_rows(kernel, (random.normal(size=(layer.tokens, layer.inner)) * 4000).astype(np.int64)) for _ in range(2)
+    ]
+    before, after = before_attention(kernel, mode, groups), after_attention(kernel, groups)
+    return [(before, interleaved(before, [hidden])), (after, interleaved(after, heads))]
+
+
+CASES = [("tiny", CommutatorMode.FULL), ("two segments", CommutatorMode.FROZEN), ("one lane", CommutatorMode.FROZEN)]
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_programs(name: str, mode: CommutatorMode) -> None:
+    """Three groups: two in turn, then one alone. Array steps are those that the cycle model counts."""
+    random = np.random.default_rng(1)
+    layer = small_layer() if name != "two segments" else small_layer(norm=False, activation=Activation.RELU)
+    config = CONFIGS[name]
+    kernel = quantise(config, layer)
+    steps = 0
+    for program, loads in halves(kernel, mode, random):
+        run = simulate(kernel, program, loads, random)
+        check(kernel, execute(kernel, program, loads), run)
+        steps += len(run.weights)
+    shape = LayerShape(layer.tokens, layer.model, layer.heads, layer.inner // layer.heads, layer.mlp)
+    own = [item for item in plain_passes(config, shape) if item.name == "output of h"]
+    extra = [item for item in extra_passes(config, shape, mode) if "P·V" not in item.name and "scores" not in item.name]
+    assert steps == array_cycles((*own, *extra))
+
+
+@pytest.mark.parametrize(("source", "weight", "sink"), [(0.3, 0.6, 0.5), (1.0, 1.0, 0.1)])
+def test_pauses(source: float, weight: float, sink: float) -> None:
+    random = np.random.default_rng(5)
+    kernel = quantise(_TINY, small_layer(tokens=5, mlp=24))
+    for program, loads in halves(kernel, CommutatorMode.FULL, random):
+        run = simulate(kernel, program, loads, random, source=source, weight=weight, sink=sink)
+        check(kernel, execute(kernel, program, loads), run)
