@@ -61,16 +61,16 @@ class ReportLayout(data.StructLayout):
 class Pruner(wiring.Component):
     """Answers each command with the mask rows of a head and a report; the contract is ``docs/pruner.md``.
 
-    Arithmetic: :class:`dtp.pruner.GoldenPruner`, bit for bit. Throughput: a score a cycle, in threshold mode a row as fast
-    as its scores come (from two a lane on). Heads do not overlap.
+    Arithmetic: :class:`dtp.pruner.GoldenPruner`, bit for bit. Throughput: a score a cycle, in threshold mode a row
+    as fast as its scores come (from a few a lane on). Heads do not overlap.
 
     Stalls: scores wait while two rows are inside and not decided, and for each other where a head has two sources; rows
     are not bound by ``o``: a head's masks lie in a memory. The report waits for the last row, the next head for
     the report.
 
-    A row is decided by bisection: the largest trial below which lie fewer than k scores is found bit by bit,
-    each in one pass over the row, ``lanes`` scores a cycle. Legality and the diagonal do not depend on what the memories
-    hold: they are applied to every comparison.
+    A row is decided by bisection: the largest trial below which lie fewer than k scores is found bit by bit, each in
+    one pass over the row, ``lanes`` scores a cycle. Legality and the diagonal do not depend on what the memories hold:
+    they are applied to every comparison.
 
     Parameters
     ----------
@@ -291,7 +291,7 @@ class Pruner(wiring.Component):
     def _score(
         self, m: Module, scores: Sequence[Value], place: Sequence[Value], valid: Sequence[Value], refused: Value
     ) -> tuple[Value, Value]:
-        """Combines, aggregates and gates: the new score and whether its threshold lets it pass, in the cycle of the write.
+        """Combines, aggregates and gates: the new score, and whether its threshold lets it pass.
 
         ``scores`` are those accepted a cycle ago; ``place`` and ``valid`` the block and whether there is one, by age.
         """
@@ -388,7 +388,8 @@ class Pruner(wiring.Component):
         legal = live & Mux(c.causal, column <= row, column < c.valid_blocks)
         now = p.aggregate_cycles + 1
         counted = _line(m, "counted", legal, now)[now] & valid[now]
-        above, below = Signal(signed(p.score_bits + 1), reset_less=True), Signal(signed(p.score_bits + 1), reset_less=True)
+        above = Signal(signed(p.score_bits + 1), reset_less=True)
+        below = Signal.like(above)
         some = _line(m, "counted_valid", counted, 1, reset_less=False)[1]
         m.d.sync += [above.eq(new - c.band_low), below.eq(c.band_high - new)]
         above_sum, below_sum = Signal(signed(p.sum_bits)), Signal(signed(p.sum_bits))
