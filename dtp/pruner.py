@@ -21,8 +21,10 @@ from dtp.fixed import Int, round_shift
 SCORE_BITS: Final = 16
 """A block score is u2f14."""
 SCORE_FRACTION_BITS: Final = 14
-WEIGHT_BITS: Final = 8
-"""Fraction of the weight of a blend and of the step of an average."""
+WEIGHT_BITS: Final = 4
+"""Fraction of the weight of a blend: finer differences belong into the scores of the table port."""
+STEP_BITS: Final = 6
+"""Fraction of the step of an average."""
 COUNT_BITS: Final = 16
 """Bits of the count of skipped heads, which stops at its largest value."""
 ADDERS_A_STAGE: Final = 3
@@ -88,7 +90,8 @@ class PrunerParams:
     heads: heads that the table has room for, a power of two
     lanes: scores of a row compared in a cycle, a power of two
     score_bits: bits of a score
-    weight_bits: fraction bits of the weights
+    weight_bits: fraction bits of the weight of a blend
+    step_bits: fraction bits of the step of an average
 
     Raises
     ------
@@ -100,6 +103,7 @@ class PrunerParams:
     lanes: int
     score_bits: int
     weight_bits: int
+    step_bits: int
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -108,6 +112,7 @@ class PrunerParams:
                 raise must(owner, field.name, "an integer", getattr(self, field.name))
         for name, low, high in (
             ("max_blocks", 2, 256), ("heads", 1, 256), ("lanes", 1, 64), ("score_bits", 2, 16), ("weight_bits", 2, 12),
+            ("step_bits", 2, 12),
         ):  # fmt: skip
             if not low <= getattr(self, name) <= high:
                 raise must(owner, name, f"from {low} to {high}", getattr(self, name))
@@ -121,8 +126,9 @@ class PrunerParams:
     def of(cls, config: Config, *, heads: int, lanes: int) -> PrunerParams:
         """The pruner beside a tile."""
         return cls(
-            max_blocks=config.max_blocks, heads=heads, lanes=lanes, score_bits=SCORE_BITS, weight_bits=WEIGHT_BITS
-        )
+            max_blocks=config.max_blocks, heads=heads, lanes=lanes, score_bits=SCORE_BITS, weight_bits=WEIGHT_BITS,
+            step_bits=STEP_BITS,
+        )  # fmt: skip
 
     # Sizes
 
@@ -130,11 +136,6 @@ class PrunerParams:
     def max_score(self) -> int:
         """The largest score: the threshold that every block passes."""
         return (1 << self.score_bits) - 1
-
-    @property
-    def unit(self) -> int:
-        """The weight 1."""
-        return 1 << self.weight_bits
 
     @property
     def index_bits(self) -> int:
@@ -168,20 +169,20 @@ class PrunerParams:
 
     # Schedule, in cycles
 
-    @property
-    def blend_stages(self) -> int:
-        """From a difference to the blend: its additions, :data:`ADDERS_A_STAGE` a cycle."""
-        return -(-self.weight_bits // ADDERS_A_STAGE)
+    @staticmethod
+    def blend_cycles(weight_bits: int) -> int:
+        """From two scores to their blend: difference, then :data:`ADDERS_A_STAGE` additions a cycle."""
+        return 1 - (-weight_bits // ADDERS_A_STAGE)
 
     @property
     def combine_cycles(self) -> int:
-        """From the acceptance of a score to the combined one: port register, difference, blend."""
-        return 2 + self.blend_stages
+        """From the acceptance of a score to the combined one: port register, blend."""
+        return 1 + self.blend_cycles(self.weight_bits)
 
     @property
     def aggregate_cycles(self) -> int:
-        """From the acceptance of a score to the aggregated one: difference, blend."""
-        return self.combine_cycles + 1 + self.blend_stages
+        """From the acceptance of a score to the aggregated one."""
+        return self.combine_cycles + self.blend_cycles(self.step_bits)
 
     @property
     def score_cycles(self) -> int:
@@ -199,8 +200,8 @@ class PrunerParams:
 
     @property
     def row_out_cycles(self) -> int:
-        """From one row on ``o`` to the next one at least: address, memory, its register."""
-        return 3
+        """From one row on ``o`` to the next one at least, and from the write of a row: address, memory."""
+        return 2
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class HeadCommand:
             PrunerError.BLOCKS: not 1 <= self.blocks <= params.max_blocks or not 1 <= self.valid_blocks <= self.blocks,
             PrunerError.HEAD: not 0 <= self.head < params.heads,
             PrunerError.SOURCE: self.source == 0,
-            PrunerError.WEIGHT: max(self.weight, self.step) > params.unit,
+            PrunerError.WEIGHT: self.weight > 1 << params.weight_bits or self.step > 1 << params.step_bits,
             PrunerError.BUDGET: self.gate == Gate.BUDGET and self.budget == 0,
             PrunerError.THRESHOLDS: self.gate == Gate.THRESHOLD and self.theta_low > self.theta_high,
             PrunerError.BAND: self.band > Band.MAXIMUM or (self.band > 0 and self.band_low > self.band_high),
@@ -249,9 +250,9 @@ class PrunerSettings:
     Parameters
     ----------
     source: where scores come from
-    weight: of the holonomy score where both are used, in 1/256, 1 … 255; 0 otherwise
+    weight: of the holonomy score where both are used, in 1/16, 1 … 15; 0 otherwise
     aggregation: over the runs of a head
-    average_shift: a moving average moves by 1 / 2^average_shift a run, 1 … 8; 0 otherwise
+    average_shift: a moving average moves by 1 / 2^average_shift a run, 1 … 6; 0 otherwise
     gate: threshold or budget
     theta_low, theta_high: a block that the last run kept is kept up to theta_high, another up to theta_low
     budget: blocks kept in a row; 0 with thresholds
@@ -280,12 +281,12 @@ class PrunerSettings:
             if not isinstance(getattr(self, name), kind):
                 names = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
                 raise must(owner, name, f"one of {names}", getattr(self, name))
-        top, unit = (1 << SCORE_BITS) - 1, 1 << WEIGHT_BITS
+        top = (1 << SCORE_BITS) - 1
         blend, average = self.source is Source.BOTH, self.aggregation is Aggregation.MOVING_AVERAGE
         thresholds, band = self.gate is Gate.THRESHOLD, self.band is not Band.NONE
         for name, low, high, used, where in (
-            ("weight", 1, unit - 1, blend, "source BOTH"),
-            ("average_shift", 1, WEIGHT_BITS, average, "aggregation MOVING_AVERAGE"),
+            ("weight", 1, (1 << WEIGHT_BITS) - 1, blend, "source BOTH"),
+            ("average_shift", 1, STEP_BITS, average, "aggregation MOVING_AVERAGE"),
             ("theta_low", 0, top, thresholds, "gate THRESHOLD"),
             ("theta_high", 0, top, thresholds, "gate THRESHOLD"),
             ("budget", 1, 256, not thresholds, "gate BUDGET"),
@@ -319,8 +320,8 @@ class PrunerSettings:
         return replace(self, **values)  # type: ignore[arg-type]
 
     def step(self, run: int) -> int:
-        """How far the table moves towards the new score in this run, in 1/256; runs count from 0."""
-        unit = 1 << WEIGHT_BITS
+        """How far the table moves towards the new score in this run, in 1/64; runs count from 0."""
+        unit = 1 << STEP_BITS
         if self.aggregation is Aggregation.MOVING_AVERAGE and run:
             return unit >> self.average_shift
         if self.aggregation is Aggregation.MEAN:
@@ -386,10 +387,10 @@ def legal_blocks(blocks: int, valid_blocks: int, *, causal: bool) -> Bool:
     return np.asarray(legal & (column <= row) if causal else legal)
 
 
-def blend(old: ArrayLike, new: ArrayLike, weight: int, params: PrunerParams) -> Int:
+def blend(old: ArrayLike, new: ArrayLike, weight: int, weight_bits: int) -> Int:
     """``old + round_shift((new − old)·weight, weight_bits)``: never outside of the two."""
     base = np.asarray(old, dtype=np.int64)
-    return base + round_shift((np.asarray(new, dtype=np.int64) - base) * weight, params.weight_bits)
+    return base + round_shift((np.asarray(new, dtype=np.int64) - base) * weight, weight_bits)
 
 
 def within_budget(scores: ArrayLike, legal: ArrayLike, budget: int) -> Bool:
@@ -454,8 +455,8 @@ class GoldenPruner:
             code for code, named in zip((h_code, t_code), command.sources(), strict=True) if named and code
         ]
         error = min(codes, default=PrunerError.NONE)
-        weight = {Source.HOLONOMY: p.unit, Source.TABLE: 0}.get(Source(command.source), command.weight)
-        s = blend(t, h, weight, p)
+        weight = {Source.HOLONOMY: 1 << p.weight_bits, Source.TABLE: 0}.get(Source(command.source), command.weight)
+        s = blend(t, h, weight, p.weight_bits)
 
         place = (command.head, slice(command.blocks), slice(command.blocks))
         old, gate = self.scores[place], self.gates[place]
@@ -464,7 +465,7 @@ class GoldenPruner:
         elif command.maximum:
             m = np.maximum(old, s)
         else:
-            m = blend(old, s, command.step, p)
+            m = blend(old, s, command.step, p.step_bits)
         theta = np.where(gate & (not command.fresh), command.theta_high, command.theta_low)
         passed = np.asarray(m <= theta)
         budget = command.gate == Gate.BUDGET

@@ -24,12 +24,12 @@ class CommandLayout(data.StructLayout):
 
     def __init__(self, params: PrunerParams) -> None:
         p = params
-        weight = unsigned(p.weight_bits + 1)
+        weight, step = unsigned(p.weight_bits + 1), unsigned(p.step_bits + 1)
         score, count = unsigned(p.score_bits), unsigned(p.count_bits)
         super().__init__(
             {
                 "head": unsigned(p.head_bits), "blocks": count, "valid_blocks": count, "causal": unsigned(1),
-                "fresh": unsigned(1), "source": unsigned(2), "weight": weight, "maximum": unsigned(1), "step": weight,
+                "fresh": unsigned(1), "source": unsigned(2), "weight": weight, "maximum": unsigned(1), "step": step,
                 "gate": unsigned(1), "theta_low": score, "theta_high": score, "budget": count, "band": unsigned(2),
                 "band_low": score, "band_high": score,
             }
@@ -117,15 +117,25 @@ class Pruner(wiring.Component):
         ]
 
         # Scores in.
-        row, column = Signal(p.index_bits), Signal(p.index_bits)
-        running, draining, begin, row_done, all_over = Signal(), Signal(), Signal(), Signal(), Signal()
-        row_last, head_last = Signal(), Signal()
+        row = Signal(p.index_bits)
+        column = Signal(p.index_bits)
+        running = Signal()
+        draining = Signal()
+        begin = Signal()
+        row_done = Signal()
+        all_over = Signal()
+        row_last = Signal()
+        head_last = Signal()
+        # Number of the head's last block, and of the last one that is not padding.
+        last = Signal(p.index_bits)
+        valid_last = Signal(p.index_bits)
+        m.d.sync += [last.eq(c.blocks - 1), valid_last.eq(c.valid_blocks - 1)]
         inside = _Count(m, "inside", _BUFFERS)
         room = Signal()
         admit, missing, spare, scores = self._admission(m, begin, running, draining, refused, room, head_last, all_over)
         m.d.comb += [
-            row_last.eq(column + 1 == c.blocks),
-            head_last.eq(row_last & (row + 1 == c.blocks)),
+            row_last.eq(column == last),
+            head_last.eq(row_last & (row == last)),
             room.eq((inside.value != _BUFFERS) | (column != 0)),
             inside.up.eq(admit & (column == 0)),
             inside.down.eq(row_done),
@@ -143,29 +153,37 @@ class Pruner(wiring.Component):
         ends = _line(m, "row_last", row_last, p.aggregate_cycles + 1)
         new, passed = self._score(m, scores, place, valid, refused)
         now = p.aggregate_cycles + 1
-        out_of_band = self._band(m, begin, valid, row, column, new)
+        legal = self._legal(m, begin, admit, row, column, row_last, valid_last)
+        out_of_band = self._band(m, begin, valid, legal, new)
 
         # Rows of scores.
         filled = _Count(m, "filled", _BUFFERS)
         m.d.comb += [filled.up.eq(valid[now] & ends[now]), filled.down.eq(row_done)]
         key = Signal(p.score_bits)
         m.d.comb += key.eq(Mux(by_budget, new, (~passed).replicate(p.score_bits)))
-        written, read = Signal(p.count_bits), Signal(p.count_bits)
-        word = Signal(range(p.words + 1))
+        written = Signal(p.count_bits)
+        read = Signal(p.count_bits)
+        word = Signal(range(p.words))
         keys = self._row_memory(m, valid[now], place[now], key, word, written[0])
-        mask, kept, legal = self._decide(m, begin, filled, row_done, by_budget, written, word, keys)
+        mask, kept, legal_count = self._decide(
+            m, begin, filled, row_done, by_budget, written, last, valid_last, word, keys
+        )
 
         # Mask rows out.
-        memory = BlockMemory(m, "masks", p.max_blocks, p.max_blocks, target=self._target)
+        # The upper half of the memory stays 0: the rows of a skipped head.
+        memory = BlockMemory(m, "masks", p.max_blocks, 2 * p.max_blocks, target=self._target)
+        rows_end = Signal()
         skipped = Signal()
         m.d.comb += [
             memory.write.en.eq(row_done),
-            memory.write.addr.eq(written),
+            memory.write.addr.eq(written[: p.index_bits]),
             memory.write.data.eq(mask),
-            memory.address.eq(read),
+            memory.address.eq(Cat(read[: p.index_bits], skipped)),
             skipped.eq(banded & out_of_band),
+            self.o.payload.mask.eq(memory.data),
             self.o.payload.skipped.eq(skipped),
-            self.o.payload.last.eq(read + 1 == c.blocks),
+            self.o.payload.last.eq(read == last),
+            rows_end.eq(read == c.blocks),
         ]
         with m.If(begin):
             m.d.sync += [written.eq(0), read.eq(0)]
@@ -174,10 +192,7 @@ class Pruner(wiring.Component):
         with m.FSM(name="rows"):
             with m.State("address"):
                 with m.If((read != written) & (~banded | (written == c.blocks))):
-                    m.next = "memory"
-            with m.State("memory"):
-                m.d.sync += self.o.payload.mask.eq(Mux(skipped, 0, memory.data))
-                m.next = "offer"
+                    m.next = "offer"
             with m.State("offer"):
                 m.d.comb += self.o.valid.eq(1)
                 with m.If(self.o.ready):
@@ -192,7 +207,7 @@ class Pruner(wiring.Component):
             m.d.sync += code.eq(PrunerError.LONG)
         m.d.comb += [
             self.report.payload.kept.eq(kept),
-            self.report.payload.legal.eq(legal),
+            self.report.payload.legal.eq(legal_count),
             self.report.payload.skipped.eq(skipped),
             self.report.payload.error.eq(code),
         ]
@@ -212,7 +227,7 @@ class Pruner(wiring.Component):
                     m.next = "drain"
             with m.State("drain"):
                 m.d.comb += draining.eq(1)
-                with m.If(all_over & ((read == c.blocks) | (code == PrunerError.BLOCKS))):
+                with m.If(all_over & (rows_end | (code == PrunerError.BLOCKS))):
                     with m.If(skipped):
                         m.d.sync += kept.eq(0)
                     m.next = "report"
@@ -237,7 +252,7 @@ class Pruner(wiring.Component):
             | (c.valid_blocks == 0) | (c.valid_blocks > c.blocks),
             PrunerError.HEAD: c.head >= p.heads,
             PrunerError.SOURCE: c.source == 0,
-            PrunerError.WEIGHT: (c.weight > p.unit) | (c.step > p.unit),
+            PrunerError.WEIGHT: (c.weight > 1 << p.weight_bits) | (c.step > 1 << p.step_bits),
             PrunerError.BUDGET: (c.gate == Gate.BUDGET) & (c.budget == 0),
             PrunerError.THRESHOLDS: (c.gate == Gate.THRESHOLD) & (c.theta_low > c.theta_high),
             PrunerError.BAND: (c.band > Band.MAXIMUM) | ((c.band != Band.NONE) & (c.band_low > c.band_high)),
@@ -300,7 +315,7 @@ class Pruner(wiring.Component):
         both = c.source == Source.BOTH
         weights = [both & c.weight[n] for n in range(p.weight_bits)]
         weights.append((c.source == Source.HOLONOMY) | (both & c.weight[-1]))
-        combined = self._blend(m, "combined", table, holonomy, lambda _difference: weights)
+        combined = self._blend(m, "combined", table, holonomy, p.weight_bits, lambda _difference: weights)
 
         # The table: score and gate bit of the run before.
         depth = p.heads << (2 * p.index_bits)
@@ -315,10 +330,10 @@ class Pruner(wiring.Component):
 
         def steps(difference: Value) -> list[Value]:
             whole = c.fresh | (c.maximum & ~difference[-1])
-            return [stepped & c.step[n] for n in range(p.weight_bits)] + [whole | (stepped & c.step[-1])]
+            return [stepped & c.step[n] for n in range(p.step_bits)] + [whole | (stepped & c.step[-1])]
 
-        aggregated = self._blend(m, "aggregated", old, combined, steps)
-        gates = _line(m, "gate", gate, 1 + p.blend_stages)
+        aggregated = self._blend(m, "aggregated", old, combined, p.step_bits, steps)
+        gates = _line(m, "gate", gate, p.blend_cycles(p.step_bits))
 
         new, passed = Signal(p.score_bits, reset_less=True), Signal(reset_less=True)
         theta = Mux(gates[-1], c.theta_high, c.theta_low)
@@ -331,9 +346,9 @@ class Pruner(wiring.Component):
         return new, passed
 
     def _blend(
-        self, m: Module, name: str, old: Value, new: Value, weights: Callable[[Value], list[Value]]
+        self, m: Module, name: str, old: Value, new: Value, weight_bits: int, weights: Callable[[Value], list[Value]]
     ) -> Value:
-        """``old + round_shift((new − old)·weight, weight_bits)``, ``1 + blend_stages`` cycles later.
+        """``old + round_shift((new − old)·weight, weight_bits)``, ``params.blend_cycles(weight_bits)`` later.
 
         Bits of the weight from the lowest on: each adds the difference or not and drops a bit of the sum, so that no
         sum is wider than two differences. A weight of 1 takes the difference in the place of a sum that is 0.
@@ -345,7 +360,7 @@ class Pruner(wiring.Component):
         m.d.sync += difference.eq(new - old)
         base = _line(m, f"{name}_base", old, 1)[1]
         total: Value = Const(0, 1)
-        for n in range(p.weight_bits):
+        for n in range(weight_bits):
             bits = weights(difference)
             wide = Signal(signed(width), name=f"{name}_wide_{n}")
             m.d.comb += wide.eq(difference)
@@ -357,11 +372,11 @@ class Pruner(wiring.Component):
             m.submodules[f"{name}_{n}"] = adder
             extended = Signal(signed(width), name=f"{name}_total_{n}")
             m.d.comb += extended.eq(total)
-            if n < p.weight_bits - 1:
+            if n < weight_bits - 1:
                 # The last dropped bit rounds: its half is the carry.
                 m.d.comb += [
                     adder.select.eq(bits[n + 1]), adder.x0.eq(0), adder.x1.eq(wide), adder.y.eq(extended),
-                    adder.carry.eq(n + 1 == p.weight_bits - 1),
+                    adder.carry.eq(n + 1 == weight_bits - 1),
                 ]  # fmt: skip
                 total = adder.o.as_signed() >> 1
             else:
@@ -371,7 +386,7 @@ class Pruner(wiring.Component):
                 ]  # fmt: skip
                 result = Signal(p.score_bits, name=f"{name}_result", reset_less=True)
                 m.d.sync += result.eq(adder.o)
-            if (n + 1) % ADDERS_A_STAGE == 0 and n < p.weight_bits - 1:
+            if (n + 1) % ADDERS_A_STAGE == 0 and n < weight_bits - 1:
                 stage = Signal(Shape.cast(total.shape()), name=f"{name}_stage_{n}", reset_less=True)
                 m.d.sync += stage.eq(total)
                 total = stage
@@ -379,21 +394,36 @@ class Pruner(wiring.Component):
                 base = _line(m, f"{name}_base_{n}", base, 1)[1]
         return result
 
-    def _band(
-        self, m: Module, begin: Value, valid: Sequence[Value], row: Value, column: Value, new: Value
-    ) -> Value:
+    def _legal(
+        self, m: Module, begin: Value, admit: Value, row: Value, column: Value, row_last: Value, valid_last: Value
+    ) -> Signal:
+        """Whether the block whose score is next is legal: blocks of a row are, up to a last one."""
+        dead_row = Signal()
+        beyond = Signal()
+        with m.If(begin):
+            m.d.sync += [dead_row.eq(0), beyond.eq(0)]
+        with m.Elif(admit):
+            with m.If(row_last):
+                m.d.sync += [beyond.eq(0), dead_row.eq(dead_row | (row == valid_last))]
+            with m.Elif(column == Mux(self.command.payload.causal, row, valid_last)):
+                m.d.sync += beyond.eq(1)
+        legal = Signal()
+        m.d.comb += legal.eq(~dead_row & ~beyond)
+        return legal
+
+    def _band(self, m: Module, begin: Value, valid: Sequence[Value], legal: Value, new: Value) -> Value:
         """Whether the head score, over the legal blocks so far, lies outside of the band."""
         p, c = self.params, self.command.payload
-        live = row < c.valid_blocks
-        legal = live & Mux(c.causal, column <= row, column < c.valid_blocks)
         now = p.aggregate_cycles + 1
         counted = _line(m, "counted", legal, now)[now] & valid[now]
         above = Signal(signed(p.score_bits + 1), reset_less=True)
         below = Signal.like(above)
         some = _line(m, "counted_valid", counted, 1, reset_less=False)[1]
         m.d.sync += [above.eq(new - c.band_low), below.eq(c.band_high - new)]
-        above_sum, below_sum = Signal(signed(p.sum_bits)), Signal(signed(p.sum_bits))
-        reached, exceeded = Signal(), Signal()
+        above_sum = Signal(signed(p.sum_bits))
+        below_sum = Signal(signed(p.sum_bits))
+        reached = Signal()
+        exceeded = Signal()
         with m.If(begin):
             m.d.sync += [above_sum.eq(0), below_sum.eq(0), reached.eq(0), exceeded.eq(0)]
         with m.Elif(some):
@@ -410,7 +440,7 @@ class Pruner(wiring.Component):
     ) -> list[Value]:
         """Scores of the rows that are inside: ``lanes`` of them at ``word`` of the row in ``buffer``."""
         p = self.params
-        lane_bits, word_bits = _bits(p.lanes), _bits(p.words)
+        lane_bits = _bits(p.lanes)
         column, row = place[: p.index_bits], place[p.index_bits :]
         keys: list[Value] = []
         for lane in range(p.lanes):
@@ -421,65 +451,84 @@ class Pruner(wiring.Component):
                 port.en.eq(write & (column[:lane_bits] == lane)),
                 port.addr.eq(Cat(column[lane_bits:], row[0])),
                 port.data.eq(key),
-                read.addr.eq(Cat(word[:word_bits], buffer)),
+                read.addr.eq(Cat(word, buffer)),
             ]
             keys.append(read.data)
         return keys
 
     def _decide(
-        self, m: Module, begin: Value, filled: _Count, row_done: Signal, by_budget: Value, row: Value, word: Signal,
-        keys: Sequence[Value],
+        self, m: Module, begin: Value, filled: _Count, row_done: Signal, by_budget: Value, row: Value, last: Value,
+        valid_last: Value, word: Signal, keys: Sequence[Value],
     ) -> tuple[Signal, Signal, Signal]:  # fmt: skip
         """Kept blocks of row after row; the row's mask with ``row_done``, kept and legal blocks of the head."""
         p, c = self.params, self.command.payload
         lane_bits = _bits(p.lanes)
         mask = Signal(p.max_blocks)
-        kept, legal = Signal(p.area_bits), Signal(p.area_bits)
-        limit = Signal(p.count_bits)  # legal blocks of the row: those below it
-        wanted = Signal(p.count_bits)  # how many of them to keep
-        m.d.sync += wanted.eq(Mux(c.budget < limit, c.budget, limit))
-        live = row < c.valid_blocks
-        words = Signal.like(word)
-        m.d.sync += words.eq((c.blocks + (p.lanes - 1)) >> lane_bits)
-        word_end = Signal()
-        m.d.comb += word_end.eq(word == words)
+        kept = Signal(p.area_bits)
+        legal_count = Signal(p.area_bits)
+        # The row: whether it has legal blocks, and the last of them.
+        live = Signal()
+        legal_last = Signal(p.index_bits)
+
+        # Words of a pass, and a cycle behind them.
+        issuing = Signal()
+        tail = Signal()
+        word_last = Signal()
+        word_before = Signal.like(word)
+        m.d.comb += word_last.eq(word == last[lane_bits:])
+        m.d.sync += word_before.eq(word)
 
         # One comparison a lane: below the trial, or with ``or_equal`` not above it.
-        trial, bit = Signal(p.score_bits), Signal(p.score_bits)
+        trial = Signal(p.score_bits)
+        bit = Signal(p.score_bits)
         or_equal = Signal()
-        found, found_before = Signal(p.lanes), Signal(p.lanes)
+        found = Signal(p.lanes)
+        found_before = Signal(p.lanes)
+        legal_word = Signal()
+        legal_word_last = Signal()
+        diagonal_word = Signal()
+        m.d.comb += [
+            legal_word.eq(live & (word < legal_last[lane_bits:])),
+            legal_word_last.eq(live & (word == legal_last[lane_bits:])),
+            diagonal_word.eq(word == row[lane_bits : p.index_bits]),
+        ]
         for lane, key in enumerate(keys):
-            number = Cat(Const(lane, lane_bits), word)[: p.count_bits]
             total = Cat(or_equal, trial) + Cat(or_equal, ~key)
-            diagonal = (number == row) & live
-            m.d.sync += found[lane].eq((total[-1] | diagonal) & (number < limit))
-        m.d.sync += found_before.eq(found)
+            diagonal = diagonal_word & (row[:lane_bits] == lane)
+            legal = legal_word | (legal_word_last & (lane <= legal_last[:lane_bits]))
+            m.d.sync += found[lane].eq((total[-1] | diagonal) & legal & issuing)
 
-        # Bisection.
-        count, total_count, less = Signal(p.count_bits), Signal(p.count_bits), Signal(p.count_bits)
-        fewer = Signal()
-        m.d.comb += [total_count.eq(count + _ones(found)), fewer.eq(total_count < wanted)]
-
-        # Equal ones, in their order, while there are places.
+        # What is left of the budget behind the scores below the trial, and below the largest trial that left some.
+        rest = Signal(signed(p.count_bits + 1))
         places = Signal(p.count_bits)
+        rest_now = Signal.like(rest)
+        some_left = Signal()
+        m.d.comb += [rest_now.eq(rest - _ones(found)), some_left.eq(~rest_now[-1] & rest_now.any())]
+
+        # Equal ones take places in their order.
         equal = found & ~found_before
         granted = [equal[lane] & (_ones(equal[:lane]) < places) for lane in range(p.lanes)]
-        kept_now, kept_count = Cat(*granted) | found_before, Signal(range(p.lanes + 1))
-        m.d.sync += kept_count.eq(0)
+        kept_now = Cat(*granted) | found_before
+        kept_count = Signal(range(p.lanes + 1))
+        m.d.sync += [kept_count.eq(0), found_before.eq(0)]
         with m.If(begin):
-            m.d.sync += [kept.eq(0), legal.eq(0)]
+            m.d.sync += [kept.eq(0), legal_count.eq(0)]
         with m.Else():
             m.d.sync += kept.eq(kept + kept_count)
+
         with m.FSM(name="decide"):
             with m.State("wait"):
                 m.d.sync += [
-                    limit.eq(Mux(live, Mux(c.causal, row + 1, c.valid_blocks), 0)),
+                    live.eq(row < c.valid_blocks),
+                    legal_last.eq(Mux(c.causal, row, valid_last)),
                     # Keys in threshold mode are 0 or the largest.
                     trial.eq(Mux(by_budget, 1 << (p.score_bits - 1), 1)),
                     bit.eq(1 << (p.score_bits - 1)),
                     word.eq(0),
+                    tail.eq(0),
                     or_equal.eq(0),
-                    less.eq(1),  # the diagonal lies below all others
+                    rest.eq(c.budget),
+                    places.eq(c.budget - 1),  # the diagonal lies below all others
                     mask.eq(0),
                 ]
                 with m.If(filled.value.any()):
@@ -487,35 +536,39 @@ class Pruner(wiring.Component):
                     with m.If(by_budget):
                         m.next = "bisect"
             with m.State("bisect"):
-                m.d.sync += [word.eq(word + 1), count.eq(Mux(word == 0, 0, total_count))]
-                with m.If(word_end):
+                m.d.comb += issuing.eq(~tail)
+                m.d.sync += [word.eq(word + 1), tail.eq(word_last), rest.eq(rest_now)]
+                with m.If(tail):
                     m.d.sync += [
                         word.eq(0),
+                        tail.eq(0),
+                        rest.eq(c.budget),
                         bit.eq(bit >> 1),
-                        trial.eq((trial & ~(bit & (~fewer).replicate(p.score_bits))) | (bit >> 1)),
+                        trial.eq((trial & ~(bit & (~some_left).replicate(p.score_bits))) | (bit >> 1)),
                     ]
-                    with m.If(fewer):
-                        m.d.sync += less.eq(total_count)
+                    with m.If(some_left):
+                        m.d.sync += places.eq(rest_now)
                     with m.If(bit[0]):
                         m.next = "final"
             with m.State("final"):
+                m.d.comb += issuing.eq(~tail)
                 m.d.sync += or_equal.eq(~or_equal)
                 with m.If(or_equal):
-                    m.d.sync += word.eq(word + 1)
-                with m.Elif(word == 0):
-                    m.d.sync += places.eq(wanted - less)
+                    m.d.sync += [word.eq(word + 1), tail.eq(word_last), found_before.eq(found)]
                 with m.Else():
+                    # In the first cycle nothing is found.
                     m.d.sync += [places.eq(places - _ones(Cat(*granted))), kept_count.eq(_ones(kept_now))]
                     for n in range(p.words):
-                        with m.If(word == n + 1):
+                        with m.If(word_before == n):
                             m.d.sync += mask[n * p.lanes : (n + 1) * p.lanes].eq(kept_now)
-                    with m.If(word_end):
-                        m.next = "write"
+                with m.If(tail):
+                    m.next = "write"
             with m.State("write"):
                 m.d.comb += row_done.eq(1)
-                m.d.sync += legal.eq(legal + limit)
+                with m.If(live):
+                    m.d.sync += legal_count.eq(legal_count + legal_last + 1)
                 m.next = "wait"
-        return mask, kept, legal
+        return mask, kept, legal_count
 
 
 class _Count:

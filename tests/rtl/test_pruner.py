@@ -27,11 +27,11 @@ from rtl.pruner import Pruner
 from sim.cycles.pruner import head_timing
 
 PARAMS = {
-    "2 blocks, 1 lane": PrunerParams(max_blocks=2, heads=1, lanes=1, score_bits=16, weight_bits=8),
-    "4 blocks, 4 lanes, 3 bits": PrunerParams(max_blocks=4, heads=2, lanes=4, score_bits=3, weight_bits=2),
-    "8 blocks, 2 lanes": PrunerParams(max_blocks=8, heads=4, lanes=2, score_bits=16, weight_bits=8),
-    "8 blocks, 8 lanes, 7 bits": PrunerParams(max_blocks=8, heads=2, lanes=8, score_bits=7, weight_bits=5),
-    "16 blocks, 4 lanes": PrunerParams(max_blocks=16, heads=2, lanes=4, score_bits=16, weight_bits=8),
+    "2 blocks, 1 lane": PrunerParams(max_blocks=2, heads=1, lanes=1, score_bits=16, weight_bits=4, step_bits=6),
+    "4 blocks, 4 lanes, 3 bits": PrunerParams(max_blocks=4, heads=2, lanes=4, score_bits=3, weight_bits=2, step_bits=3),
+    "8 blocks, 2 lanes": PrunerParams(max_blocks=8, heads=4, lanes=2, score_bits=16, weight_bits=4, step_bits=6),
+    "8 blocks, 8 lanes, 7 bits": PrunerParams(max_blocks=8, heads=2, lanes=8, score_bits=7, weight_bits=5, step_bits=8),
+    "16 blocks, 4 lanes": PrunerParams(max_blocks=16, heads=2, lanes=4, score_bits=16, weight_bits=4, step_bits=6),
 }
 _IDLE_CYCLES = 30
 
@@ -88,9 +88,9 @@ def command(params: PrunerParams, random: np.random.Generator, **fixed: Any) -> 
     values: dict[str, Any] = {
         "head": int(random.integers(params.heads)), "blocks": blocks, "valid_blocks": valid,
         "causal": bool(random.integers(2)), "fresh": bool(random.random() < 0.2), "source": int(random.integers(1, 4)),
-        "weight": int(random.choice([0, 1, params.unit, random.integers(params.unit + 1)])),
+        "weight": int(random.choice([0, 1, 1 << params.weight_bits, random.integers(1 << params.weight_bits)])),
         "maximum": bool(random.random() < 0.3),
-        "step": int(random.choice([0, params.unit, random.integers(params.unit + 1)])),
+        "step": int(random.choice([0, 1 << params.step_bits, random.integers(1 << params.step_bits)])),
         "gate": int(random.integers(2)), "theta_low": theta[0], "theta_high": theta[1],
         "budget": int(random.integers(1, 2 * params.max_blocks)), "band": int(random.choice([0, 0, 1, 2])),
         "band_low": band[0], "band_high": band[1],
@@ -117,7 +117,7 @@ def illegal(told: HeadCommand, params: PrunerParams, error: PrunerError, random:
         PrunerError.BLOCKS: {"blocks": 0, "valid_blocks": 0} if pick else {"valid_blocks": 0},
         PrunerError.HEAD: {"head": params.heads},
         PrunerError.SOURCE: {"source": 0},
-        PrunerError.WEIGHT: {"weight": params.unit + 1} if pick else {"step": 2 * params.unit - 1},
+        PrunerError.WEIGHT: {"weight": (1 << params.weight_bits) + 1} if pick else {"step": (2 << params.step_bits) - 1},
         PrunerError.BUDGET: {"gate": int(Gate.BUDGET), "budget": 0},
         PrunerError.THRESHOLDS: {"gate": int(Gate.THRESHOLD), "theta_low": 1, "theta_high": 0},
         PrunerError.BAND: {"band": 3} if pick else {"band": 1, "band_low": params.max_score, "band_high": 1},
@@ -345,7 +345,7 @@ def test_all_gates_open_is_dense() -> None:
 def test_a_row_of_the_largest_preset() -> None:
     """32 blocks: what the contract's table says of the time behind the last score."""
     for lanes, gate, cycles in ((4, Gate.THRESHOLD, 19), (4, Gate.BUDGET, 163), (16, Gate.BUDGET, 55)):
-        params = PrunerParams(max_blocks=32, heads=2, lanes=lanes, score_bits=16, weight_bits=8)
+        params = PrunerParams(max_blocks=32, heads=2, lanes=lanes, score_bits=16, weight_bits=4, step_bits=6)
         assert params.decide_cycles(32, budget=gate is Gate.BUDGET) == cycles
     random = np.random.default_rng(8)
     heads = [
@@ -365,6 +365,6 @@ def test_ecp5_cells_only_change_the_adders() -> None:
     generic, ecp5 = Pruner(params), Pruner(params, target=Target.ECP5)
     assert generic.signature == ecp5.signature
     texts = [rtlil.convert(component, emit_src=False) for component in (generic, ecp5)]
-    adders = 2 * params.weight_bits
+    adders = params.weight_bits + params.step_bits
     assert "CCU2C" not in texts[0]
     assert texts[1].count("cell \\CCU2C ") == adders * (-(-(params.score_bits + 3) // 2))
