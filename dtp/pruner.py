@@ -70,14 +70,12 @@ class PrunerError(IntEnum):
 
     NONE = 0
     BLOCKS = 1
-    HEAD = 2
-    SOURCE = 3
-    WEIGHT = 4
-    BUDGET = 5
-    THRESHOLDS = 6
-    BAND = 7
-    SHORT = 8
-    LONG = 9
+    SOURCE = 2
+    BUDGET = 3
+    THRESHOLDS = 4
+    BAND = 5
+    SHORT = 6
+    LONG = 7
 
 
 @dataclass(frozen=True)
@@ -154,8 +152,8 @@ class PrunerParams:
 
     @property
     def head_bits(self) -> int:
-        """Bits of ``head`` in a command: one more value than there are, so that a wrong one can be told."""
-        return self.heads.bit_length()
+        """Bits of ``head`` in a command."""
+        return (self.heads - 1).bit_length()
 
     @property
     def words(self) -> int:
@@ -209,8 +207,8 @@ class HeadCommand:
     """What the hardware is told for one head (docs/pruner.md, 5): not checked here, the unit does it."""
 
     head: int
-    blocks: int
-    valid_blocks: int
+    last_block: int
+    last_valid: int
     causal: bool
     fresh: bool
     source: int
@@ -225,13 +223,17 @@ class HeadCommand:
     band_low: int
     band_high: int
 
-    def error(self, params: PrunerParams) -> PrunerError:
+    @property
+    def blocks(self) -> int:
+        """Rows and columns of the head."""
+        return self.last_block + 1
+
+    @property
+    def error(self) -> PrunerError:
         """The code with which the unit refuses the command, or NONE."""
         wrong = {
-            PrunerError.BLOCKS: not 1 <= self.blocks <= params.max_blocks or not 1 <= self.valid_blocks <= self.blocks,
-            PrunerError.HEAD: not 0 <= self.head < params.heads,
+            PrunerError.BLOCKS: self.last_valid > self.last_block,
             PrunerError.SOURCE: self.source == 0,
-            PrunerError.WEIGHT: self.weight > 1 << params.weight_bits or self.step > 1 << params.step_bits,
             PrunerError.BUDGET: self.gate == Gate.BUDGET and self.budget == 0,
             PrunerError.THRESHOLDS: self.gate == Gate.THRESHOLD and self.theta_low > self.theta_high,
             PrunerError.BAND: self.band > Band.MAXIMUM or (self.band > 0 and self.band_low > self.band_high),
@@ -349,7 +351,7 @@ class PrunerSettings:
         if self.gate is Gate.BUDGET and self.budget > params.max_blocks:
             raise must(owner, "budget", f"at most max_blocks {params.max_blocks}", self.budget)
         return HeadCommand(
-            head=head, blocks=blocks, valid_blocks=valid_blocks, causal=causal, fresh=run == 0,
+            head=head, last_block=blocks - 1, last_valid=valid_blocks - 1, causal=causal, fresh=run == 0,
             source=int(self.source), weight=self.weight, maximum=self.aggregation is Aggregation.MAXIMUM,
             step=self.step(run), gate=int(self.gate), theta_low=self.theta_low, theta_high=self.theta_high,
             budget=self.budget, band=int(self.band), band_low=self.band_low, band_high=self.band_high,
@@ -362,7 +364,7 @@ class HeadResult:
 
     Parameters
     ----------
-    mask: (blocks, blocks), which blocks are kept; (0, 0) for an illegal block count
+    mask: (blocks, blocks), which blocks are kept; (0, 0) with error BLOCKS
     kept, legal: how many blocks
     skipped: the head score left its band
     error: code of the report
@@ -442,11 +444,11 @@ class GoldenPruner:
         for name, sent, named in zip(("holonomy", "table"), (holonomy, table), command.sources(), strict=True):
             if (sent is not None) != named:
                 raise must("GoldenPruner", name, f"{'given' if named else 'None'} with source {command.source}", sent)
-        error = command.error(p)
+        error = command.error
         if error is PrunerError.BLOCKS:
             legal = legal_blocks(0, 0, causal=False)
             return HeadResult(legal, 0, 0, False, error)
-        legal = legal_blocks(command.blocks, command.valid_blocks, causal=command.causal)
+        legal = legal_blocks(command.blocks, command.last_valid + 1, causal=command.causal)
         legal_count = int(np.count_nonzero(legal))
         if error is not PrunerError.NONE:
             return HeadResult(legal, legal_count, legal_count, False, error)
@@ -456,7 +458,7 @@ class GoldenPruner:
         ]
         error = min(codes, default=PrunerError.NONE)
         weight = {Source.HOLONOMY: 1 << p.weight_bits, Source.TABLE: 0}.get(Source(command.source), command.weight)
-        s = blend(t, h, weight, p.weight_bits)
+        s = blend(t, h, min(weight, 1 << p.weight_bits), p.weight_bits)
 
         place = (command.head, slice(command.blocks), slice(command.blocks))
         old, gate = self.scores[place], self.gates[place]
@@ -465,7 +467,7 @@ class GoldenPruner:
         elif command.maximum:
             m = np.maximum(old, s)
         else:
-            m = blend(old, s, command.step, p.step_bits)
+            m = blend(old, s, min(command.step, 1 << p.step_bits), p.step_bits)
         theta = np.where(gate & (not command.fresh), command.theta_high, command.theta_low)
         passed = np.asarray(m <= theta)
         budget = command.gate == Gate.BUDGET

@@ -28,7 +28,8 @@ class CommandLayout(data.StructLayout):
         score, count = unsigned(p.score_bits), unsigned(p.count_bits)
         super().__init__(
             {
-                "head": unsigned(p.head_bits), "blocks": count, "valid_blocks": count, "causal": unsigned(1),
+                "head": unsigned(p.head_bits), "last_block": unsigned(p.index_bits),
+                "last_valid": unsigned(p.index_bits), "causal": unsigned(1),
                 "fresh": unsigned(1), "source": unsigned(2), "weight": weight, "maximum": unsigned(1), "step": step,
                 "gate": unsigned(1), "theta_low": score, "theta_high": score, "budget": count, "band": unsigned(2),
                 "band_low": score, "band_high": score,
@@ -126,16 +127,12 @@ class Pruner(wiring.Component):
         all_over = Signal()
         row_last = Signal()
         head_last = Signal()
-        # Number of the head's last block, and of the last one that is not padding.
-        last = Signal(p.index_bits)
-        valid_last = Signal(p.index_bits)
-        m.d.sync += [last.eq(c.blocks - 1), valid_last.eq(c.valid_blocks - 1)]
         inside = _Count(m, "inside", _BUFFERS)
         room = Signal()
         admit, missing, spare, scores = self._admission(m, begin, running, draining, refused, room, head_last, all_over)
         m.d.comb += [
-            row_last.eq(column == last),
-            head_last.eq(row_last & (row == last)),
+            row_last.eq(column == c.last_block),
+            head_last.eq(row_last & (row == c.last_block)),
             room.eq((inside.value != _BUFFERS) | (column != 0)),
             inside.up.eq(admit & (column == 0)),
             inside.down.eq(row_done),
@@ -153,7 +150,7 @@ class Pruner(wiring.Component):
         ends = _line(m, "row_last", row_last, p.aggregate_cycles + 1)
         new, passed = self._score(m, scores, place, valid, refused)
         now = p.aggregate_cycles + 1
-        legal = self._legal(m, begin, admit, row, column, row_last, valid_last)
+        legal = self._legal(m, begin, admit, row, column, row_last)
         out_of_band = self._band(m, begin, valid, legal, new)
 
         # Rows of scores.
@@ -161,42 +158,44 @@ class Pruner(wiring.Component):
         m.d.comb += [filled.up.eq(valid[now] & ends[now]), filled.down.eq(row_done)]
         key = Signal(p.score_bits)
         m.d.comb += key.eq(Mux(by_budget, new, (~passed).replicate(p.score_bits)))
-        written = Signal(p.count_bits)
-        read = Signal(p.count_bits)
+        written = Signal(p.index_bits)
+        read = Signal(p.index_bits)
         word = Signal(range(p.words))
         keys = self._row_memory(m, valid[now], place[now], key, word, written[0])
-        mask, kept, legal_count = self._decide(
-            m, begin, filled, row_done, by_budget, written, last, valid_last, word, keys
-        )
+        mask, kept, legal_count, kept_clear = self._decide(m, begin, filled, row_done, by_budget, written, word, keys)
 
-        # Mask rows out.
-        # The upper half of the memory stays 0: the rows of a skipped head.
+        # Mask rows out. The upper half of the memory stays 0: the rows of a skipped head.
         memory = BlockMemory(m, "masks", p.max_blocks, 2 * p.max_blocks, target=self._target)
-        rows_end = Signal()
+        all_decided = Signal()
+        all_read = Signal()
         skipped = Signal()
         m.d.comb += [
             memory.write.en.eq(row_done),
-            memory.write.addr.eq(written[: p.index_bits]),
+            memory.write.addr.eq(written),
             memory.write.data.eq(mask),
-            memory.address.eq(Cat(read[: p.index_bits], skipped)),
+            memory.address.eq(Cat(read, skipped)),
             skipped.eq(banded & out_of_band),
             self.o.payload.mask.eq(memory.data),
             self.o.payload.skipped.eq(skipped),
-            self.o.payload.last.eq(read == last),
-            rows_end.eq(read == c.blocks),
+            self.o.payload.last.eq(read == c.last_block),
         ]
         with m.If(begin):
-            m.d.sync += [written.eq(0), read.eq(0)]
+            m.d.sync += [written.eq(0), all_decided.eq(0)]
         with m.Elif(row_done):
-            m.d.sync += written.eq(written + 1)
+            m.d.sync += [written.eq(written + 1), all_decided.eq(written == c.last_block)]
+        taken = Signal()
+        m.d.comb += taken.eq(self.o.valid & self.o.ready)
+        with m.If(begin):
+            m.d.sync += [read.eq(0), all_read.eq(0)]
+        with m.Elif(taken):
+            m.d.sync += [read.eq(read + 1), all_read.eq(self.o.payload.last)]
         with m.FSM(name="rows"):
             with m.State("address"):
-                with m.If((read != written) & (~banded | (written == c.blocks))):
+                with m.If(~all_read & (all_decided | (~banded & (read != written)))):
                     m.next = "offer"
             with m.State("offer"):
                 m.d.comb += self.o.valid.eq(1)
                 with m.If(self.o.ready):
-                    m.d.sync += read.eq(read + 1)
                     m.next = "address"
 
         # Heads.
@@ -227,9 +226,8 @@ class Pruner(wiring.Component):
                     m.next = "drain"
             with m.State("drain"):
                 m.d.comb += draining.eq(1)
-                with m.If(all_over & (rows_end | (code == PrunerError.BLOCKS))):
-                    with m.If(skipped):
-                        m.d.sync += kept.eq(0)
+                with m.If(all_over & (all_read | (code == PrunerError.BLOCKS))):
+                    m.d.comb += kept_clear.eq(skipped)
                     m.next = "report"
             with m.State("report"):
                 m.d.comb += self.report.valid.eq(1)
@@ -246,13 +244,10 @@ class Pruner(wiring.Component):
 
     def _check(self, m: Module) -> Signal:
         """What is wrong with the offered command."""
-        p, c = self.params, self.command.payload
+        c = self.command.payload
         wrong: dict[PrunerError, Value] = {
-            PrunerError.BLOCKS: (c.blocks == 0) | (c.blocks > p.max_blocks)
-            | (c.valid_blocks == 0) | (c.valid_blocks > c.blocks),
-            PrunerError.HEAD: c.head >= p.heads,
+            PrunerError.BLOCKS: c.last_valid > c.last_block,
             PrunerError.SOURCE: c.source == 0,
-            PrunerError.WEIGHT: (c.weight > 1 << p.weight_bits) | (c.step > 1 << p.step_bits),
             PrunerError.BUDGET: (c.gate == Gate.BUDGET) & (c.budget == 0),
             PrunerError.THRESHOLDS: (c.gate == Gate.THRESHOLD) & (c.theta_low > c.theta_high),
             PrunerError.BAND: (c.band > Band.MAXIMUM) | ((c.band != Band.NONE) & (c.band_low > c.band_high)),
@@ -320,7 +315,7 @@ class Pruner(wiring.Component):
         # The table: score and gate bit of the run before.
         depth = p.heads << (2 * p.index_bits)
         memory = BlockMemory(m, "table", p.score_bits + 1, depth, target=self._target)
-        head = c.head[: p.head_bits - 1]
+        head = c.head
         at_read, at_write = p.combine_cycles - 2, p.aggregate_cycles + 1
         old, gate = Signal(p.score_bits, reset_less=True), Signal(reset_less=True)
         m.d.comb += memory.address.eq(Cat(place[at_read], head))
@@ -395,17 +390,18 @@ class Pruner(wiring.Component):
         return result
 
     def _legal(
-        self, m: Module, begin: Value, admit: Value, row: Value, column: Value, row_last: Value, valid_last: Value
+        self, m: Module, begin: Value, admit: Value, row: Value, column: Value, row_last: Value
     ) -> Signal:
         """Whether the block whose score is next is legal: blocks of a row are, up to a last one."""
+        c = self.command.payload
         dead_row = Signal()
         beyond = Signal()
         with m.If(begin):
             m.d.sync += [dead_row.eq(0), beyond.eq(0)]
         with m.Elif(admit):
             with m.If(row_last):
-                m.d.sync += [beyond.eq(0), dead_row.eq(dead_row | (row == valid_last))]
-            with m.Elif(column == Mux(self.command.payload.causal, row, valid_last)):
+                m.d.sync += [beyond.eq(0), dead_row.eq(dead_row | (row == c.last_valid))]
+            with m.Elif(column == Mux(c.causal, row, c.last_valid)):
                 m.d.sync += beyond.eq(1)
         legal = Signal()
         m.d.comb += legal.eq(~dead_row & ~beyond)
@@ -457,118 +453,144 @@ class Pruner(wiring.Component):
         return keys
 
     def _decide(
-        self, m: Module, begin: Value, filled: _Count, row_done: Signal, by_budget: Value, row: Value, last: Value,
-        valid_last: Value, word: Signal, keys: Sequence[Value],
-    ) -> tuple[Signal, Signal, Signal]:  # fmt: skip
-        """Kept blocks of row after row; the row's mask with ``row_done``, kept and legal blocks of the head."""
+        self, m: Module, begin: Value, filled: _Count, row_done: Signal, by_budget: Value, row: Value, word: Signal,
+        keys: Sequence[Value],
+    ) -> tuple[Signal, Signal, Signal, Signal]:  # fmt: skip
+        """Kept blocks of row after row.
+
+        Returns the row's mask, there with ``row_done``, kept and legal blocks of the head, and what clears the former.
+        """
         p, c = self.params, self.command.payload
         lane_bits = _bits(p.lanes)
-        mask = Signal(p.max_blocks)
-        kept = Signal(p.area_bits)
-        legal_count = Signal(p.area_bits)
+        waiting = Signal()
+        bisecting = Signal()
+        ending = Signal()  # the passes that end a row
+
         # The row: whether it has legal blocks, and the last of them.
         live = Signal()
         legal_last = Signal(p.index_bits)
+        m.d.comb += legal_last.eq(Mux(c.causal, row, c.last_valid))
+        with m.If(begin):
+            m.d.sync += live.eq(1)
+        with m.Elif(row_done & (row == c.last_valid)):
+            m.d.sync += live.eq(0)
 
-        # Words of a pass, and a cycle behind them.
+        # A pass: its words, and a cycle behind them. The last passes take each word twice.
         issuing = Signal()
         tail = Signal()
-        word_last = Signal()
+        or_equal = Signal()
+        advance = Signal()
         word_before = Signal.like(word)
-        m.d.comb += word_last.eq(word == last[lane_bits:])
-        m.d.sync += word_before.eq(word)
+        m.d.comb += [issuing.eq((bisecting | ending) & ~tail), advance.eq(bisecting | or_equal)]
+        m.d.sync += [word_before.eq(word), tail.eq(issuing & advance & (word == c.last_block[lane_bits:]))]
+        m.d.sync += or_equal.eq(ending & ~or_equal)
+        within = Signal()  # no word before held the row's last legal block
+        legal_end = Signal()
+        m.d.comb += legal_end.eq(word == legal_last[lane_bits:])
+        with m.If(~issuing):
+            m.d.sync += [word.eq(0), within.eq(1)]
+        with m.Elif(advance):
+            m.d.sync += [word.eq(word + 1), within.eq(within & ~legal_end)]
 
         # One comparison a lane: below the trial, or with ``or_equal`` not above it.
         trial = Signal(p.score_bits)
-        bit = Signal(p.score_bits)
-        or_equal = Signal()
         found = Signal(p.lanes)
         found_before = Signal(p.lanes)
-        legal_word = Signal()
-        legal_word_last = Signal()
         diagonal_word = Signal()
-        m.d.comb += [
-            legal_word.eq(live & (word < legal_last[lane_bits:])),
-            legal_word_last.eq(live & (word == legal_last[lane_bits:])),
-            diagonal_word.eq(word == row[lane_bits : p.index_bits]),
-        ]
+        m.d.comb += diagonal_word.eq(word == row[lane_bits:])
         for lane, key in enumerate(keys):
             total = Cat(or_equal, trial) + Cat(or_equal, ~key)
             diagonal = diagonal_word & (row[:lane_bits] == lane)
-            legal = legal_word | (legal_word_last & (lane <= legal_last[:lane_bits]))
-            m.d.sync += found[lane].eq((total[-1] | diagonal) & legal & issuing)
+            legal = live & within & (~legal_end | (lane <= legal_last[:lane_bits]))
+            with m.If(~issuing):
+                m.d.sync += found[lane].eq(0)
+            with m.Else():
+                m.d.sync += found[lane].eq((total[-1] | diagonal) & legal)
+        with m.If(or_equal):
+            m.d.sync += found_before.eq(found)
+        with m.Else():
+            m.d.sync += found_before.eq(0)
 
-        # What is left of the budget behind the scores below the trial, and below the largest trial that left some.
+        # Bisection. What the scores below the trial leave of the budget; places: the same of the trial that is kept.
+        bit = Signal(p.score_bits, init=1 << (p.score_bits - 1))
         rest = Signal(signed(p.count_bits + 1))
-        places = Signal(p.count_bits)
         rest_now = Signal.like(rest)
         some_left = Signal()
-        m.d.comb += [rest_now.eq(rest - _ones(found)), some_left.eq(~rest_now[-1] & rest_now.any())]
+        decided = Signal()
+        m.d.comb += [
+            rest_now.eq(rest - _ones(found)),
+            some_left.eq(~rest_now[-1] & rest_now.any()),
+            decided.eq(bisecting & tail),
+        ]
+        with m.If(waiting | decided):
+            m.d.sync += rest.eq(c.budget)
+        with m.Else():
+            m.d.sync += rest.eq(rest_now)
+        with m.If(decided):
+            m.d.sync += bit.eq(bit.rotate_right(1))
+        with m.If(waiting):
+            # Keys in threshold mode are 0 or the largest.
+            m.d.sync += trial.eq(Cat(~by_budget, Const(0, p.score_bits - 2), by_budget))
+        with m.Elif(decided):
+            m.d.sync += trial.eq((trial & ~(bit & (~some_left).replicate(p.score_bits))) | (bit >> 1))
 
         # Equal ones take places in their order.
+        places = Signal(p.count_bits)
         equal = found & ~found_before
         granted = [equal[lane] & (_ones(equal[:lane]) < places) for lane in range(p.lanes)]
-        kept_now = Cat(*granted) | found_before
+        kept_now = Signal(p.lanes)
+        m.d.comb += kept_now.eq(Cat(*granted) | found_before)
+        with m.If(waiting):
+            m.d.sync += places.eq(c.budget - 1)  # the diagonal lies below all others
+        with m.Elif(bisecting):
+            with m.If(decided & some_left):
+                m.d.sync += places.eq(rest_now)
+        with m.Elif(~or_equal):
+            m.d.sync += places.eq(places - _ones(Cat(*granted)))
+
+        # The row; in the first of the last passes' cycles nothing is found yet.
+        mask = Signal(p.max_blocks)
         kept_count = Signal(range(p.lanes + 1))
-        m.d.sync += [kept_count.eq(0), found_before.eq(0)]
-        with m.If(begin):
-            m.d.sync += [kept.eq(0), legal_count.eq(0)]
+        for n in range(p.words):
+            with m.If(waiting):
+                m.d.sync += mask[n * p.lanes : (n + 1) * p.lanes].eq(0)
+            with m.Elif(ending & ~or_equal & (word_before == n)):
+                m.d.sync += mask[n * p.lanes : (n + 1) * p.lanes].eq(kept_now)
+        with m.If(ending & ~or_equal):
+            m.d.sync += kept_count.eq(_ones(kept_now))
+        with m.Else():
+            m.d.sync += kept_count.eq(0)
+        kept = Signal(p.area_bits)
+        legal_count = Signal(p.area_bits)
+        kept_clear = Signal()
+        with m.If(begin | kept_clear):
+            m.d.sync += kept.eq(0)
         with m.Else():
             m.d.sync += kept.eq(kept + kept_count)
+        with m.If(begin):
+            m.d.sync += legal_count.eq(0)
+        with m.Elif(row_done & live):
+            m.d.sync += legal_count.eq((Cat(1, legal_count) + Cat(1, legal_last))[1:])
 
         with m.FSM(name="decide"):
             with m.State("wait"):
-                m.d.sync += [
-                    live.eq(row < c.valid_blocks),
-                    legal_last.eq(Mux(c.causal, row, valid_last)),
-                    # Keys in threshold mode are 0 or the largest.
-                    trial.eq(Mux(by_budget, 1 << (p.score_bits - 1), 1)),
-                    bit.eq(1 << (p.score_bits - 1)),
-                    word.eq(0),
-                    tail.eq(0),
-                    or_equal.eq(0),
-                    rest.eq(c.budget),
-                    places.eq(c.budget - 1),  # the diagonal lies below all others
-                    mask.eq(0),
-                ]
+                m.d.comb += waiting.eq(1)
                 with m.If(filled.value.any()):
-                    m.next = "final"
+                    m.next = "end"
                     with m.If(by_budget):
                         m.next = "bisect"
             with m.State("bisect"):
-                m.d.comb += issuing.eq(~tail)
-                m.d.sync += [word.eq(word + 1), tail.eq(word_last), rest.eq(rest_now)]
-                with m.If(tail):
-                    m.d.sync += [
-                        word.eq(0),
-                        tail.eq(0),
-                        rest.eq(c.budget),
-                        bit.eq(bit >> 1),
-                        trial.eq((trial & ~(bit & (~some_left).replicate(p.score_bits))) | (bit >> 1)),
-                    ]
-                    with m.If(some_left):
-                        m.d.sync += places.eq(rest_now)
-                    with m.If(bit[0]):
-                        m.next = "final"
-            with m.State("final"):
-                m.d.comb += issuing.eq(~tail)
-                m.d.sync += or_equal.eq(~or_equal)
-                with m.If(or_equal):
-                    m.d.sync += [word.eq(word + 1), tail.eq(word_last), found_before.eq(found)]
-                with m.Else():
-                    # In the first cycle nothing is found.
-                    m.d.sync += [places.eq(places - _ones(Cat(*granted))), kept_count.eq(_ones(kept_now))]
-                    for n in range(p.words):
-                        with m.If(word_before == n):
-                            m.d.sync += mask[n * p.lanes : (n + 1) * p.lanes].eq(kept_now)
+                m.d.comb += bisecting.eq(1)
+                with m.If(tail & bit[0]):
+                    m.next = "end"
+            with m.State("end"):
+                m.d.comb += ending.eq(1)
                 with m.If(tail):
                     m.next = "write"
             with m.State("write"):
                 m.d.comb += row_done.eq(1)
-                with m.If(live):
-                    m.d.sync += legal_count.eq(legal_count + legal_last + 1)
                 m.next = "wait"
-        return mask, kept, legal_count
+        return mask, kept, legal_count, kept_clear
 
 
 class _Count:

@@ -45,7 +45,7 @@ def head_timing(params: PrunerParams, command: HeadCommand, start: int, *, sent:
     ``sent``: how many scores each source has for the head, holonomy first; 0 for one that is not named.
     """
     p = params
-    error = command.error(p)
+    error = command.error
     blocks = 0 if error is PrunerError.BLOCKS else command.blocks
     refused = error is not PrunerError.NONE
     banded = bool(command.band) and not refused

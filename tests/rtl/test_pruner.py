@@ -86,11 +86,11 @@ def command(params: PrunerParams, random: np.random.Generator, **fixed: Any) -> 
     if random.random() < 0.5:
         band = (0, band[1])
     values: dict[str, Any] = {
-        "head": int(random.integers(params.heads)), "blocks": blocks, "valid_blocks": valid,
+        "head": int(random.integers(params.heads)), "last_block": blocks - 1, "last_valid": valid - 1,
         "causal": bool(random.integers(2)), "fresh": bool(random.random() < 0.2), "source": int(random.integers(1, 4)),
-        "weight": int(random.choice([0, 1, 1 << params.weight_bits, random.integers(1 << params.weight_bits)])),
+        "weight": int(random.choice([0, 1, 1 << params.weight_bits, random.integers(2 << params.weight_bits)])),
         "maximum": bool(random.random() < 0.3),
-        "step": int(random.choice([0, 1 << params.step_bits, random.integers(1 << params.step_bits)])),
+        "step": int(random.choice([0, 1 << params.step_bits, random.integers(2 << params.step_bits)])),
         "gate": int(random.integers(2)), "theta_low": theta[0], "theta_high": theta[1],
         "budget": int(random.integers(1, 2 * params.max_blocks)), "band": int(random.choice([0, 0, 1, 2])),
         "band_low": band[0], "band_high": band[1],
@@ -110,21 +110,15 @@ def head(params: PrunerParams, random: np.random.Generator, told: HeadCommand, *
     return Head(told, sent() if holonomy else None, sent() if table else None)
 
 
-def illegal(told: HeadCommand, params: PrunerParams, error: PrunerError, random: np.random.Generator) -> HeadCommand:
-    """The command, changed so that it is refused with this code; a value that its fields cannot hold is none."""
-    pick = bool(random.integers(2))
+def illegal(told: HeadCommand, params: PrunerParams, error: PrunerError, pick: bool) -> HeadCommand:
+    """The command, changed so that it is refused with this code; ``pick``: in one of two ways."""
     changes: dict[PrunerError, dict[str, Any]] = {
-        PrunerError.BLOCKS: {"blocks": 0, "valid_blocks": 0} if pick else {"valid_blocks": 0},
-        PrunerError.HEAD: {"head": params.heads},
+        PrunerError.BLOCKS: {"last_valid": told.last_block + 1},
         PrunerError.SOURCE: {"source": 0},
-        PrunerError.WEIGHT: {"weight": (1 << params.weight_bits) + 1} if pick else {"step": (2 << params.step_bits) - 1},
         PrunerError.BUDGET: {"gate": int(Gate.BUDGET), "budget": 0},
         PrunerError.THRESHOLDS: {"gate": int(Gate.THRESHOLD), "theta_low": 1, "theta_high": 0},
         PrunerError.BAND: {"band": 3} if pick else {"band": 1, "band_low": params.max_score, "band_high": 1},
     }
-    if error is PrunerError.BLOCKS and random.random() < 0.5:
-        above = params.max_blocks + 1
-        return replace(told, blocks=above) if pick else replace(told, valid_blocks=told.blocks + 1)
     return replace(told, **changes[error])
 
 
@@ -135,7 +129,7 @@ def simulate(
     """Runs the heads; ``source`` and ``sink`` are the chances of an offer and of ready; bounded, drained."""
     dut, run = Pruner(params), Run()
     random = np.random.default_rng(seed)
-    rows = sum(h.command.blocks for h in heads if h.command.error(params) is not PrunerError.BLOCKS)
+    rows = sum(h.command.blocks for h in heads if h.command.error is not PrunerError.BLOCKS)
     streams = {
         "i_holonomy": [(s, n == len(h.holonomy) - 1) for h in heads if h.holonomy for n, s in enumerate(h.holonomy)],
         "i_table": [(s, n == len(h.table) - 1) for h in heads if h.table for n, s in enumerate(h.table)],
@@ -286,13 +280,13 @@ def test_errors_are_sticky_and_the_unit_stays_usable(error: PrunerError, sink: f
     params, random = PARAMS["4 blocks, 4 lanes, 3 bits"], np.random.default_rng(int(error))
     heads: list[Head] = []
     for n in range(12):
-        told = command(params, random, head=0, blocks=3, valid_blocks=3)
+        told = command(params, random, head=0, last_block=2, last_valid=2)
         if n % 3 == 1 and error in (PrunerError.SHORT, PrunerError.LONG):
             extra = -1 - n // 3 if error is PrunerError.SHORT else 1 + n // 3
             sent = [scores(params, random, 9 + extra) if named else None for named in told.sources()]
             heads.append(Head(told, *sent))
         elif n % 3 == 1:
-            heads.append(head(params, random, illegal(told, params, error, random)))
+            heads.append(head(params, random, illegal(told, params, error, n % 2 == 0)))
         else:
             heads.append(head(params, random, told))
     run = simulate(params, heads, seed=3, sink=sink)
@@ -318,9 +312,9 @@ def test_clear_forgets_the_error() -> None:
     params, random = PARAMS["2 blocks, 1 lane"], np.random.default_rng(2)
     heads = []
     for n in range(40):
-        told = command(params, random)
+        told = command(params, random, last_block=0, last_valid=0)
         if n % 2:
-            told = illegal(told, params, (PrunerError.BUDGET, PrunerError.BAND)[n // 2 % 2], random)
+            told = illegal(told, params, (PrunerError.BUDGET, PrunerError.BAND)[n // 2 % 2], n % 8 < 4)
         heads.append(head(params, random, told))
     run = simulate(params, heads, seed=4, clear=True, sink=0.5)
     check(params, heads, run)
@@ -332,7 +326,7 @@ def test_all_gates_open_is_dense() -> None:
     top = params.max_score
     heads = [
         head(params, random, command(
-            params, random, blocks=blocks, valid_blocks=valid, causal=causal, gate=int(Gate.THRESHOLD),
+            params, random, last_block=blocks - 1, last_valid=valid - 1, causal=causal, gate=int(Gate.THRESHOLD),
             theta_low=top, theta_high=top, band=int(Band.NONE),
         ))
         for blocks, valid, causal in ((1, 1, False), (8, 8, False), (8, 8, True), (8, 5, True), (7, 1, False))
@@ -350,7 +344,7 @@ def test_a_row_of_the_largest_preset() -> None:
     random = np.random.default_rng(8)
     heads = [
         head(params, random, command(
-            params, random, blocks=32, valid_blocks=32, causal=causal, gate=int(Gate.BUDGET), budget=11,
+            params, random, last_block=31, last_valid=31, causal=causal, gate=int(Gate.BUDGET), budget=11,
             source=int(Source.BOTH), band=int(Band.NONE),
         ))
         for causal in (False, True)
