@@ -6,10 +6,13 @@ out. ``prove`` writes it as RTLIL beside a job file, runs sby there and reads wh
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -43,7 +46,10 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """``found``: messages of the assertions that failed; ``trace``: how, as a VCD."""
+    """``found``: messages of the assertions that failed; ``trace``: how, as a VCD.
+
+    A failed induction says that the invariants do not follow from each other: its trace may begin where no run comes.
+    """
 
     passed: bool
     found: tuple[str, ...]
@@ -154,18 +160,22 @@ class Proof:
         ]  # fmt: skip
         (folder / "proof.sby").write_text("\n".join(job) + "\n")
         command = [str(_tool("yowasp-sby")), "-f", "proof.sby"]
-        try:
-            run = subprocess.run(
-                command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=timeout_s
-            )
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"no verdict after {timeout_s} s in {folder}") from None
-        status = re.search(r"DONE \((\w+),", run.stdout)
-        if status is None or status[1] not in ("PASS", "FAIL"):
-            raise RuntimeError(f"no verdict in {folder}:\n{run.stdout[-3000:]}{run.stderr[-1000:]}")
+        with subprocess.Popen(
+            command, cwd=folder, env=_environment(), text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) as run:  # fmt: skip
+            try:
+                log, _ = run.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                # The solver is a child of a child.
+                os.killpg(run.pid, signal.SIGKILL)
+                raise RuntimeError(f"no verdict after {timeout_s} s in {folder}") from None
+        status = re.search(r"DONE \((\w+),", log)
+        if status is None or status[1] not in ("PASS", "FAIL", "UNKNOWN"):
+            raise RuntimeError(f"no verdict in {folder}:\n{log[-3000:]}")
         traces = sorted((folder / "proof").glob("engine_0/trace*.vcd"))
         messages = dict(_CHECK.findall((folder / "design.il").read_text()))
-        found = tuple(messages.get(number, "a cover statement") for number in dict.fromkeys(_FOUND.findall(run.stdout)))
+        found = tuple(messages.get(number, "a cover statement") for number in dict.fromkeys(_FOUND.findall(log)))
         return Verdict(status[1] == "PASS", found, traces[0] if traces else None)
 
 
@@ -181,6 +191,14 @@ def fails(verdict: Verdict, message: str) -> None:
     assert message in verdict.found, f"{message!r} is not in {verdict.found}"
 
 
+def in_state(register: Any, name: str) -> Value:
+    """Whether a state machine is in the state of this name."""
+    for number in range(1 << len(register)):
+        if register.decoder(number).startswith(f"{name}/"):
+            return register == number
+    raise ValueError(f"no state {name!r}")
+
+
 def _tool(name: str) -> Path:
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.is_file() else shutil.which(name)
@@ -192,8 +210,6 @@ def _tool(name: str) -> Path:
 @cache
 def _links() -> Path:
     """A folder with the tools under the names by which sby calls them."""
-    import tempfile
-
     folder = Path(tempfile.mkdtemp(prefix="dtp_formal_"))
     for name, package in _TOOLS.items():
         (folder / name).symlink_to(_tool(package))
@@ -203,6 +219,4 @@ def _links() -> Path:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return os.environ | {"PATH": f"{_links()}{os.pathsep}{os.environ.get('PATH', '')}"}
