@@ -231,14 +231,13 @@ def _arithmetic(*, broken: bool) -> Proof:
     proof.source(component.i_table, "table")
     proof.m.d.comb += [component.o.ready.eq(proof.free(1, "o_ready")), component.report.ready.eq(proof.free(1, "sink"))]
     proof.assume((c.gate == Gate.THRESHOLD) & c.theta_low.all() & (broken | c.theta_high.all()))
-    later = proof.before(component.command.valid & proof.before(component.command.valid, "valid"), "valid_twice")
-    proof.check(~later | r["passed"], "everything passes")
+    proof.check(~proof.started | r["passed"], "everything passes")
     return proof
 
 
 def test_the_highest_thresholds_pass(tmp_path: Path) -> None:
-    holds(_arithmetic(broken=False).prove(tmp_path, mode=Mode.INDUCTION, depth=2))
+    holds(_arithmetic(broken=False).prove(tmp_path, mode=Mode.INDUCTION, depth=1))
 
 
 def test_a_lower_threshold_is_found(tmp_path: Path) -> None:
-    fails(_arithmetic(broken=True).prove(tmp_path, mode=Mode.INDUCTION, depth=2), "everything passes")
+    fails(_arithmetic(broken=True).prove(tmp_path, mode=Mode.INDUCTION, depth=1), "everything passes")
