@@ -36,8 +36,10 @@ class RegisterSlice(wiring.Component):
     def elaborate(self, platform: object) -> Module:
         m = Module()
         bits = Shape.cast(self.i.payload.shape()).width
-        offered, spare = Signal(bits, reset_less=True), Signal(bits, reset_less=True)
-        offered_valid, spare_valid = Signal(), Signal()
+        offered = Signal(bits, reset_less=True)
+        spare = Signal(bits, reset_less=True)
+        offered_valid = Signal()
+        spare_valid = Signal()
         m.d.comb += [
             self.i.ready.eq(~spare_valid),
             self.o.valid.eq(offered_valid),
@@ -88,7 +90,8 @@ class StreamQueue(wiring.Component):
         m.submodules.memory = memory = Memory(shape=bits, depth=self.depth, init=[])
         write, read = memory.write_port(), memory.read_port(domain="comb")
         # One bit more than an address tells full from empty.
-        written, taken = Signal(range(2 * self.depth)), Signal(range(2 * self.depth))
+        written = Signal(range(2 * self.depth))
+        taken = Signal(range(2 * self.depth))
         m.d.comb += [
             self.i.ready.eq((written ^ taken) != self.depth),
             self.o.valid.eq(written != taken),
