@@ -85,10 +85,10 @@ def parameter_unit(name: str) -> str:
     """Unit of a parameter, from its name."""
     endings = {
         "_bits": "bits", "_bytes": "bytes", "_tokens": "tokens", "_width": "lanes", "_rank": "columns",
-        "_groups": "groups", "_slots": "groups", "_lanes": "values", "_ports": "lanes", "rows": "queries",
-        "lanes": "MACs a row", "block": "tokens, lanes", "lookahead": "items",
-        "_memories": "true or false",
-        "lanes": "MACs a row", "block": "tokens, lanes", "lookahead": "items", "_model": "lanes", "_mlp": "lanes",
+        "_groups": "groups", "_slots": "groups", "solve_lanes": "tokens", "transport_lanes": "products",
+        "_lanes": "values", "_ports": "lanes", "rows": "queries",
+        "lanes": "MACs a row", "block": "tokens, lanes", "lookahead": "items", "_memories": "true or false",
+        "_model": "lanes", "_mlp": "lanes", "_vectors": "vectors", "_columns": "columns",
     }  # fmt: skip
     return next(unit for ending, unit in endings.items() if name.endswith(ending))
 

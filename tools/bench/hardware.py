@@ -119,7 +119,7 @@ def rtl_golden(bench: Bench, cases: Sequence[Case]) -> Measured:
 
 
 def random_configuration(rng: np.random.Generator, number: int) -> Config:
-    """A small configuration that the rules accept, all parameters drawn."""
+    """A small configuration that the rules accept, all parameters of the tile drawn."""
 
     def draw(*values: int) -> int:
         return int(rng.choice(values))
@@ -149,11 +149,10 @@ def random_configuration(rng: np.random.Generator, number: int) -> Config:
             "lift_ports": draw(1, 2, 4),
             "output_slots": draw(2, 4),
             "query_groups": draw(8, 16),
-            "max_model": 32,
-            "max_mlp": 64,
+            "registered_memories": bool(draw(0, 1)),
         }
         try:
-            return Config.from_mapping({"name": f"drawn-{number}", **fields})
+            return Config.load("tiny").changed(name=f"drawn-{number}", **fields)
         except DtpError:
             continue
 
