@@ -10,7 +10,6 @@ import hashlib
 import json
 import tomllib
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,7 +98,7 @@ class Config(BaseModel):
         """
         text_name = str(name_or_path)
         if text_name in PRESETS:
-            resource = resources.files("dtp").joinpath("presets").joinpath(f"{text_name}.toml")
+            resource = Path(__file__).parent / "presets" / f"{text_name}.toml"
             return cls.from_text(resource.read_text(encoding="utf-8"), text_name)
         path = Path(name_or_path)
         if path.suffix != ".toml" and not path.is_file():

@@ -600,9 +600,11 @@ def _as_array(name: str, value: Any, kind: Any = np.float32) -> NDArray[Any]:
     for step in ("detach", "cpu"):
         if hasattr(value, step):
             value = getattr(value, step)()
+    if str(getattr(value, "dtype", "")) == "torch.bfloat16":  # NumPy has no such type
+        value = value.float()
     try:
         array = value.numpy() if hasattr(value, "numpy") else np.asarray(value)
-    except (TypeError, ValueError) as error:  # a type that NumPy lacks (bfloat16), or a ragged list
+    except (TypeError, ValueError) as error:  # a type that NumPy lacks, or a ragged list
         raise _must(name, "an array that NumPy can hold", str(error).splitlines()[0]) from None
     if name == "block_mask":
         return cast(NDArray[Any], array)
