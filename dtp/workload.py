@@ -90,6 +90,20 @@ class Mode(StrEnum):
         return self in (Mode.RIEMANNIAN, Mode.BLENDED)
 
 
+class TransportKind(StrEnum):
+    """How a token's connection becomes its transport: I + X, or the Cayley transform of X, which is orthogonal."""
+
+    LINEAR = "linear"
+    CAYLEY = "cayley"
+
+
+class Activation(StrEnum):
+    """Between the two matrices of a residual update; ``gelu`` is the exact one, x·Φ(x)."""
+
+    RELU = "relu"
+    GELU = "gelu"
+
+
 _TENSORS = ("q", "k", "v", "frame", "metric_factor", "curvature", "block_mask")
 _METRIC_TENSORS = ("frame", "metric_factor", "curvature")
 _SCALES = ("q_scale", "k_scale", "v_scale", "factor_scale")
