@@ -1,8 +1,12 @@
-"""Train the digit classifier and write its checkpoint: python -m tools.train_digits.
+"""Train the digit classifiers and write their checkpoints.
+
+    python -m tools.train_digits                     # metrics alone
+    python -m tools.train_digits --model transport   # metrics and transports
+    python -m tools.train_digits --model holonomy    # the same, with the holonomy loss
 
 Half of scikit-learn's digits train, moved a little at random; the other half measures. The
 regularisers of [RA §6.4] keep the metrics from collapsing; their weights fall to a tenth over the run, as the
-paper asks.
+paper asks. The holonomy loss is the mean energy of all type A loops between heads H and H + 1, for random probes.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 from dtp.errors import DtpError
 from dtp.reference.digits import CHECKPOINT, SPLIT_SEED, accuracy, digits, load_classifier, split
 from dtp.reference.fbt import FbtClassifier, FbtConfig, metric_loss
+from dtp.reference.holonomy import field_loss
 from dtp.workload import with_sorted_header
 
 
@@ -40,6 +45,16 @@ class TrainConfig:
     diversity_weight: float = 0.001
     smoothness_weight: float = 0.0002
     cap_weight: float = 0.05
+    holonomy_weight: float = 0.0
+    holonomy_probes: int = 1
+    holonomy_images: int = 8
+
+
+HOLONOMY_WEIGHT = 0.2
+"""Weight of the holonomy loss in the model that has one."""
+
+TRANSPORT_RANK = 2
+"""r_T of the models with transport: 8 columns of a transport, with torsion."""
 
 
 def moved(pixels: Tensor, generator: torch.Generator) -> Tensor:
@@ -73,12 +88,12 @@ def train(sizes: FbtConfig, options: TrainConfig) -> FbtClassifier:
         relax = 1.0 - 0.9 * epoch / options.epochs
         total = 0.0
         for picked in torch.randperm(len(labels), generator=generator).split(options.batch):
-            scores, layers = model.with_tensors(moved(pixels[picked], generator))
+            scores, runs = model.run(moved(pixels[picked], generator))
             loss = nn.functional.cross_entropy(scores, labels[picked], label_smoothing=options.label_smoothing)
             total += loss.item() * len(picked)
-            for layer in layers:
+            for run in runs:
                 term = metric_loss(
-                    layer.metric_factor,
+                    run.tensors.metric_factor,
                     floor=options.metric_floor,
                     ceiling=options.metric_ceiling,
                     generator=generator,
@@ -89,6 +104,9 @@ def train(sizes: FbtConfig, options: TrainConfig) -> FbtClassifier:
                     + options.smoothness_weight * term.smoothness
                 )
                 loss = loss + options.cap_weight * term.cap
+                if options.holonomy_weight and run.transport is not None:
+                    probes = torch.randn(sizes.heads, options.holonomy_probes, sizes.head_width, generator=generator)
+                    loss = loss + options.holonomy_weight * field_loss(run.transport[: options.holonomy_images], probes)
             optimiser.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

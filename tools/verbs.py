@@ -580,7 +580,7 @@ def _accuracy(
 
 
 def single_head(workload: Workload, head: int) -> Workload:
-    """The workload of one query head alone, without given scales."""
+    """The attention of one query head alone, without given scales."""
     key = head // workload.groups
     changes: dict[str, Any] = {
         name: getattr(workload, name)[head : head + 1]
@@ -589,7 +589,7 @@ def single_head(workload: Workload, head: int) -> Workload:
     }
     changes |= {name: getattr(workload, name)[key : key + 1] for name in ("k", "v")}
     changes |= dict.fromkeys(("q_scale", "k_scale", "v_scale", "factor_scale"))
-    return dataclasses.replace(workload, **changes)
+    return dataclasses.replace(workload.attention_only(), **changes)
 
 
 # ---- cosim -------------------------------------------------------------------------------------------------
