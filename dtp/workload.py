@@ -21,7 +21,7 @@ tensor             shape           type     meaning
 ``torsion_r``      (H, L, d, r_T)  float32  R_t; with ``torsion_l``
 ``probe``          (H, n, d)       float32  z of the pair (H, H + 1), optional (absent = seeded)
 ``loops``          (edges, 10)     int32    loop program, one row an edge, optional; columns below
-``scores``         (H, N, N)       float32  block scores for the gate, at least 0, 0 = flat, optional
+``scores``         (H, N, N)       uint16   block scores for the gate, low = kept; holonomy is u2f14; optional
 ``hidden``         (L, m)          float32  h, the state that the layer starts from, optional; for the commutator
 ``w_q``            (H·d, m)        float32  W_Q: head h has rows h·d to h·d + d − 1 of W_Q n + b_Q; with ``hidden``
 ``w_k``            (H_kv·d, m)     float32  W_K; with ``hidden``
@@ -119,6 +119,7 @@ from dtp.workload_fields import (
     IntArray,
     LoopField,
     Mode,
+    ScoreArray,
     TransportKind,
     group,
     parse_mode,
@@ -172,7 +173,7 @@ class Workload:
     torsion_gate : finite float γ, exactly with torsion
     probe : float32 (H, n, d), no vector zero, only with a connection; see :meth:`probes`
     loops : int32 (edges, 10), columns as ``LoopField``
-    scores : float32 (H, blocks, blocks), at least 0, only with ``block``
+    scores : uint16 (H, blocks, blocks), only with ``block``
     hidden, w_q, w_k, w_v, w_o, mlp_in, mlp_out : float32, all or none; biases b_* and ln_* only with them
     activation : Activation, exactly with ``hidden``
     norm_epsilon : float > 0 or None (= ``NORM_EPSILON``), only with ``ln_attn`` or ``ln_mlp``
@@ -210,7 +211,7 @@ class Workload:
     torsion_gate: float | None = None
     probe: FloatArray | None = None
     loops: IntArray | None = None
-    scores: FloatArray | None = None
+    scores: ScoreArray | None = None
     hidden: FloatArray | None = None
     w_q: FloatArray | None = None
     w_k: FloatArray | None = None
@@ -463,8 +464,8 @@ class Workload:
         """A workload from arrays of any library, by the names of the fields.
 
         Arrays, nested lists and tensors with ``detach().cpu().numpy()`` are taken; numbers become float32, a
-        mask stays bool, loops become int32. ``mode``, ``transport`` and ``activation`` may be words; scales may be
-        one float or a sequence.
+        mask stays bool, loops become int32, scores uint16. ``mode``, ``transport`` and ``activation`` may be words;
+        scales may be one float or a sequence.
 
         Raises
         ------
@@ -494,6 +495,9 @@ class Workload:
         check(self)
 
 
+_INTEGERS: dict[str, Any] = {"loops": np.int32, "scores": np.uint16}
+
+
 def seeded_probes(heads: int, count: int, width: int, seed: int) -> FloatArray:
     """Probes of a seed, float32 (heads, count, width): N(0, 1), each scaled to the norm √width."""
     drawn = np.random.default_rng(seed).standard_normal((heads, count, width))
@@ -511,10 +515,12 @@ def _as_array(name: str, value: Any, kind: Any = np.float32) -> NDArray[Any]:
         raise _must(name, "an array that NumPy can hold", str(error).splitlines()[0]) from None
     if name == "block_mask":
         return cast(NDArray[Any], array)
-    if name == "loops":
-        if array.dtype.kind not in "iu" or (array.size and np.any((array < 0) | (array > np.iinfo(np.int32).max))):
-            raise _must(name, "of integers in 0..2^31 − 1", str(array.dtype))
-        return cast(NDArray[Any], array.astype(np.int32))
+    if name in _INTEGERS:
+        wanted = np.iinfo(_INTEGERS[name])
+        outside = array.dtype.kind not in "iu" or (array.size and np.any((array < 0) | (array > wanted.max)))
+        if outside:
+            raise _must(name, f"of integers in 0..{wanted.max}", str(array.dtype))
+        return cast(NDArray[Any], array.astype(wanted.dtype))
     if array.dtype.kind not in "fiu":
         raise _must(name, "of real numbers", str(array.dtype))
     with np.errstate(over="ignore"):  # too large a number becomes infinity, which the checks name

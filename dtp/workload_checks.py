@@ -206,20 +206,15 @@ def _check_values(w: Workload, name: str) -> None:
     array = getattr(w, name)
     if array.dtype != np.float32:
         return
-    _check_all(name, np.isfinite(array), "finite everywhere", array)
-    if name == "scores":
-        _check_all(name, array >= 0, "at least 0 everywhere", array)
+    finite = np.isfinite(array)
+    if not finite.all():
+        first = tuple(int(i) for i in np.unravel_index(int(np.argmin(finite)), array.shape))
+        raise _must(name, "finite everywhere", f"{array[first]} at {list(first)}")
     if name == "probe":
         empty = ~array.any(axis=2)
         if np.any(empty):
             head, number = divmod(int(np.argmax(empty)), empty.shape[1])
             raise _must(name, "nonzero vectors", f"zeros for head {head}, probe {number}")
-
-
-def _check_all(name: str, good: BoolArray, rule: str, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
-    if not np.all(good):
-        first = tuple(int(i) for i in np.unravel_index(int(np.argmin(good)), array.shape))
-        raise _must(name, rule, f"{array[first]} at {list(first)}")
 
 
 def _check_loops(w: Workload) -> None:

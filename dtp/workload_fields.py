@@ -14,6 +14,7 @@ from dtp.errors import DtpError, must
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int32]
+ScoreArray = NDArray[np.uint16]
 
 Word = TypeVar("Word", bound=StrEnum)
 
@@ -101,7 +102,7 @@ TENSOR_RULES: dict[str, TensorRule] = {
     "torsion_r": TensorRule(_FACTOR, "torsion"),
     "probe": TensorRule(("heads", "probes", "width"), "probe"),
     "loops": TensorRule(("edges", str(len(LoopField))), "loops", np.int32),
-    "scores": TensorRule(_SQUARE, "scores"),
+    "scores": TensorRule(_SQUARE, "scores", np.uint16),
     "hidden": TensorRule(("tokens", "model width"), "commutator"),
     "w_q": TensorRule(("heads × width", "model width"), "commutator"),
     "w_k": TensorRule(("key heads × width", "model width"), "commutator"),
@@ -126,7 +127,7 @@ KEYS = (
     "mode", "causal", "temperature", "blend", "valid_length", "block", "allow_empty_rows", *SCALES,
     "transport", "torsion_gate", "activation", "norm_epsilon", "source", "version", "format",
 )  # fmt: skip
-FILE_TYPES = {np.bool_: "BOOL", np.int32: "I32", np.float32: "F32"}
+FILE_TYPES = {np.bool_: "BOOL", np.int32: "I32", np.uint16: "U16", np.float32: "F32"}
 """Types of safetensors by those of NumPy."""
 
 

@@ -9,17 +9,25 @@ import os
 from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 import dtp
 from dtp.errors import DtpError, must
-from dtp.reference.fbt import AttentionCore, FbtClassifier, FbtConfig, LayerRun, LayerTensors, geodesic_attention
+from dtp.reference.fbt import (
+    AttentionCore,
+    FbtBlock,
+    FbtClassifier,
+    FbtConfig,
+    LayerRun,
+    LayerTensors,
+    geodesic_attention,
+)
 
 
 class DigitModel(StrEnum):
@@ -137,6 +145,19 @@ def layer_run(model: FbtClassifier, indices: NDArray[np.int64], layer: int) -> L
 def layer_tensors(model: FbtClassifier, indices: NDArray[np.int64], layer: int) -> LayerTensors:
     """What the attention of one layer reads for some images, see :func:`layer_run`."""
     return layer_run(model, indices, layer).tensors
+
+
+def layer_weights(block: FbtBlock) -> dict[str, Tensor]:
+    """Matrices, biases and norms of a layer, by the names of a workload."""
+    attention, first, second = block.attention, cast(nn.Linear, block.feed[0]), cast(nn.Linear, block.feed[2])
+    found: dict[str, Tensor] = {}
+    for part, weight, bias in zip("qkv", attention.qkv.weight.chunk(3), attention.qkv.bias.chunk(3), strict=True):
+        found |= {f"w_{part}": weight, f"b_{part}": bias}
+    found |= {"w_o": attention.output.weight, "b_o": attention.output.bias}
+    found |= {"mlp_in": first.weight, "b_mlp_in": first.bias, "mlp_out": second.weight, "b_mlp_out": second.bias}
+    for name, norm in (("ln_attn", block.attention_norm), ("ln_mlp", block.feed_norm)):
+        found[name] = torch.stack([norm.weight, norm.bias])
+    return {name: tensor.detach() for name, tensor in found.items()}
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
