@@ -158,8 +158,7 @@ def holonomy_summary(model: FbtClassifier) -> dict[str, str]:
                 places = [round(part * (len(ordered) - 1)) for part in (0, 0.05, 0.5, 0.95, 1)]
                 shown = (f"{ordered[place]:.4g}" for place in places)
                 summary[f"layer{number}_{name}_energies"] = " ".join(shown)
-            gate = torch.as_tensor(run.transport.torsion_gate)
-            summary[f"layer{number}_torsion_gate"] = f"{float(gate):.4f}"
+            summary[f"layer{number}_torsion_gate"] = f"{run.transport.gate:.4f}"
     return summary
 
 

@@ -267,7 +267,7 @@ def digits_workload(
     if run.transport is not None:
         factors = ("connection_a", "connection_b", "torsion_l", "torsion_r")
         fields |= {name: getattr(run.transport, name).flatten(0, 1) for name in factors}
-        fields |= {"transport": run.transport.kind, "torsion_gate": float(run.transport.torsion_gate)}
+        fields |= {"transport": run.transport.kind, "torsion_gate": run.transport.gate}
     if commutator:
         fields |= layer_weights(cast(FbtBlock, classifier.blocks[layer])) | {"hidden": run.hidden[0]}
         fields["activation"] = Activation.GELU

@@ -85,6 +85,11 @@ class Transport:
         if (self.torsion_l is None) != (self.torsion_r is None):
             raise must("Transport", "torsion_r", "given exactly when torsion_l is", type(self.torsion_r).__name__)
 
+    @property
+    def gate(self) -> float:
+        """γ as a number."""
+        return float(torch.as_tensor(self.torsion_gate).detach())
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Transport:
         """The transports with a function applied to every factor."""
         left = None if self.torsion_l is None else change(self.torsion_l)
