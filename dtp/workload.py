@@ -76,7 +76,7 @@ column  field                               value
 4, 5    ``source_token``, ``source_layer``  node that the edge leaves
 6, 7    ``target_token``, ``target_layer``  node that the edge reaches
 8       ``head``                            head of an attention edge; 0 for a residual one
-9       ``probe``                           row of the start vectors
+9       ``probe``                           start vector: h·n + p is probe p of head h
 ======  ==================================  ====================================================================
 
 Scores of query i and key j, with Δ = q_i − k_j:

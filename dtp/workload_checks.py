@@ -223,7 +223,7 @@ def _check_loops(w: Workload) -> None:
         return
     limits = {LoopField.SOURCE_TOKEN: w.tokens, LoopField.TARGET_TOKEN: w.tokens, LoopField.HEAD: w.heads}
     if w.probe is not None:
-        limits[LoopField.PROBE] = w.probe.shape[1]
+        limits[LoopField.PROBE] = w.heads * w.probe.shape[1]
     for column, field in enumerate(LoopField):
         values, words = w.loops[:, column], _LOOP_WORDS.get(field, ())
         limit = len(words) or limits.get(field)

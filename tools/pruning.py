@@ -430,6 +430,7 @@ def markdown(result: Study) -> str:
     lines = ["# Pruning quality", "", *(__doc__ or "").strip().splitlines()[5:], ""]
     lines += ["| source | score of a block; low is kept |", "|---|---|"]
     lines += [f"| {source} | {_meaning(source)} |" for source in Source]
+    lines += ["", "## What comes out", "", *_summary(result)]
     lines += ["", "![Output error and accuracy against the kept fraction](images/pruning.svg)", ""]
     for case in _cases(result):
         series = _series(result, case)
@@ -450,6 +451,35 @@ def markdown(result: Study) -> str:
                 lines.append(f"| {source} | {' | '.join(cells)} |")
             lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _summary(result: Study) -> list[str]:
+    """For each source: how often it beats random and magnitude, and the mean ratio of its error to that of random.
+
+    Points with everything kept, and those where every source keeps the diagonal alone, say nothing and are left out.
+    """
+    errors = {(point.case, point.source, point.kept): point.output_error for point in result.points}
+    lines = [
+        "Over all points of a source with something to choose: output error divided by that of random pruning, and how "
+        "often the error is below that of random and of magnitude.",
+        "",
+        "| source | error ÷ random, mean | below random | below magnitude |",
+        "|---|---|---|---|",
+    ]
+    for source in Source:
+        ratios, beats, points = [], 0, 0
+        for (case, name, kept), error in errors.items():
+            others = {value for (c, _, k), value in errors.items() if (c, k) == (case, kept)}
+            if name != source or kept == 1 or len(others) == 1 or (case, Source.RANDOM.value, kept) not in errors:
+                continue
+            points += 1
+            ratios.append(error / errors[case, Source.RANDOM.value, kept])
+            beats += error < errors.get((case, Source.MAGNITUDE.value, kept), 0.0)
+        if points:
+            better = sum(ratio < 1 for ratio in ratios)
+            mean = f"{sum(ratios) / points:.2f}"
+            lines.append(f"| {source} | {mean} | {better} of {points} | {beats} of {points} |")
+    return lines
 
 
 def _meaning(source: Source) -> str:

@@ -46,8 +46,8 @@ class TrainConfig:
     diversity_weight: float = 0.001
     smoothness_weight: float = 0.0002
     cap_weight: float = 0.05
-    factor_ceiling: float = 4.0
-    factor_cap_weight: float = 0.05
+    factor_ceiling: float = 12.0
+    factor_cap_weight: float = 0.01
     holonomy_weight: float = 0.0
     holonomy_probes: int = 1
     holonomy_images: int = 8
@@ -59,7 +59,7 @@ TRANSPORT_RANK = 2
 RECIPES: dict[DigitModel, tuple[FbtConfig, TrainConfig]] = {
     DigitModel.PLAIN: (FbtConfig(), TrainConfig()),
     DigitModel.TRANSPORT: (FbtConfig(transport_rank=TRANSPORT_RANK), TrainConfig(epochs=30)),
-    DigitModel.HOLONOMY: (FbtConfig(transport_rank=TRANSPORT_RANK), TrainConfig(epochs=30, holonomy_weight=0.03)),
+    DigitModel.HOLONOMY: (FbtConfig(transport_rank=TRANSPORT_RANK), TrainConfig(epochs=30, holonomy_weight=0.02)),
 }
 """How each committed checkpoint was made."""
 

@@ -243,7 +243,7 @@ def test_seeded_probes_have_one_norm() -> None:
             r"loops must be of target_layer at least 0, not '-1 in edge 2'",
         ),
         ({"loops": edges(1, LoopField.HEAD, 4)}, r"loops must be of head in 0..3, not '4 in edge 1'"),
-        ({"loops": edges(1, LoopField.PROBE, 3)}, r"loops must be of probe in 0..2, not '3 in edge 1'"),
+        ({"loops": edges(1, LoopField.PROBE, 12)}, r"loops must be of probe in 0..11, not '12 in edge 1'"),
         (without("w_o"), "w_o must be given with hidden, not None"),
         (without("hidden"), "hidden must be given with w_q, not None"),
         (without(*MATRICES), "hidden must be given with b_q, not None"),

@@ -271,7 +271,7 @@ def test_the_transport_loss_is_cap_and_energy() -> None:
     factors = [torch.randn(4, 2, 9, 6, 1, generator=generator) for _ in range(4)]
     transport = Transport(TransportKind.CAYLEY, *factors, 0.5)
     strength = (transport.columns() ** 2).sum((-2, -1))
-    cap = (torch.relu(strength - 4) ** 2).mean()
+    cap = (torch.relu(strength - 12) ** 2).mean()
     assert cap > 0.1
     options = train_digits.TrainConfig(factor_cap_weight=0.5)
     assert torch.allclose(train_digits.transport_loss(transport, options, generator), 0.5 * cap)
