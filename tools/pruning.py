@@ -39,7 +39,7 @@ PICTURE = ROOT / "docs" / "images" / "pruning.svg"
 
 FRACTIONS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 DIGIT_BLOCKS = (8, 16)
-DIGIT_IMAGES = 300
+DIGIT_IMAGES = 200
 MINILM_BLOCK = 16
 MINILM_TOKENS = 128
 SEED = 1
@@ -201,13 +201,20 @@ def digit_layer(module: FbtBlock, run: LayerRun) -> Layer:
 
 
 def pruning_core(
-    model: FbtClassifier, source: Source, block: int, kept: float
+    model: FbtClassifier, source: Source, block: int, kept: float, first: tuple[Layer, Tensor]
 ) -> Callable[[int, LayerRun], AttentionCore]:
-    """What :meth:`~dtp.reference.fbt.FbtClassifier.run` takes to prune every layer by scores made as it runs."""
+    """What :meth:`~dtp.reference.fbt.FbtClassifier.run` takes to prune every layer by scores made as it runs.
+
+    The first layer and its scores, which pruning does not change, are given.
+    """
 
     def core_of(number: int, run: LayerRun) -> AttentionCore:
-        layer = digit_layer(cast("FbtBlock", model.blocks[number]), run)
-        mask = budget_mask(layer.scores(source, block), kept, share_heads=source is Source.NATURALITY)
+        if number == 0:
+            layer, scores = first
+        else:
+            layer = digit_layer(cast("FbtBlock", model.blocks[number]), run)
+            scores = layer.scores(source, block)
+        mask = budget_mask(scores, kept, share_heads=source is Source.NATURALITY)
         return lambda *_: masked_outputs(layer.logits, layer.values, mask, block)
 
     return core_of
@@ -237,8 +244,9 @@ def digit_case(
             for fraction, kept in _distinct(fractions, scores[0].shape[-1]):
                 right = dense
                 if kept < 1:
-                    got = model.run(pixels, pruning_core(model, source, block, fraction))[0].argmax(-1)
-                    right = float((got == labels).float().mean())
+                    core_of = pruning_core(model, source, block, fraction, (layers[0], scores[0]))
+                    got = model.run(pixels, core_of, runs[0])[0]
+                    right = float((got.argmax(-1) == labels).float().mean())
                 error = _output_error(layers, scores, source, block, fraction)
                 points.append(Point(case, source.value, kept, error, right))
     return points, agreement

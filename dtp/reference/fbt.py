@@ -234,18 +234,20 @@ class FbtClassifier(nn.Module):
         self,
         pixels: Tensor,
         core_of: Callable[[int, LayerRun], AttentionCore] = lambda _layer, _run: geodesic_attention,
+        first: LayerRun | None = None,
     ) -> tuple[Tensor, list[LayerRun]]:
         """Class scores, and every layer at work.
 
         Parameters
         ----------
         core_of : gives the attention core of a layer, from its number and what it is about to work on
+        first : the first layer of an earlier run on the same pixels, which no core changes
         """
         x = pixels.unsqueeze(-1) * self.value + self.position
         runs = []
         for layer, module in enumerate(self.blocks):
             block = cast(FbtBlock, module)
-            run = block.observe(x)
+            run = first if first is not None and layer == 0 else block.observe(x)
             x = block.finish(run, core_of(layer, run))
             runs.append(run)
         return self.classify(self.norm(x).mean(-2)), runs
