@@ -539,10 +539,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.pruning", description="Quality of pruning by source.")
     parser.add_argument("--report", action="store_true", help="only page and picture, from the measured figures")
     parser.add_argument("--images", type=int, default=DIGIT_IMAGES, help="held-out digits")
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch; more wait for each other on a busy machine")
     given = parser.parse_args(arguments)
     start = time.monotonic()
     try:
         if not given.report:
+            import torch
+
+            torch.set_num_threads(given.threads)
             save(study(given.images, progress=lambda what, _: print(what, flush=True)))
         result = load()
     except DtpError as error:
