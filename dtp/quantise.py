@@ -85,7 +85,8 @@ def quantise(config: Config, workload: Workload) -> tuple[Head, ...]:
 def dequantised(workload: Workload, heads: Sequence[Head]) -> Workload:
     """The workload that the integers stand for: float attention on it is the quantisation floor.
 
-    q, k and the frame are those of the aligned coordinates; all query heads get keys and values of their own.
+    q, k and the frame are those of the aligned coordinates; all query heads get keys and values of their own. What
+    stands beside the attention (transports, commutator) is left out.
     """
     fields = {
         "q": np.stack([head.queries * head.q_scale for head in heads]),
@@ -107,7 +108,7 @@ def dequantised(workload: Workload, heads: Sequence[Head]) -> Workload:
             [flat if head.bias is None else head.bias * head.curvature_scale for head in heads]
         )
     changes: dict[str, Any] = {name: value.astype(np.float32) for name, value in fields.items()}
-    return replace(workload, **changes, q_scale=None, k_scale=None, v_scale=None, factor_scale=None)
+    return replace(workload.attention_only(), **changes, q_scale=None, k_scale=None, v_scale=None, factor_scale=None)
 
 
 def _check_fit(config: Config, workload: Workload) -> None:

@@ -2,40 +2,82 @@
 
 A workload file is a `safetensors <https://github.com/huggingface/safetensors>`_ file. Any program that can
 write one can feed the processor. Tensor names, shapes and types (H query heads, H_kv key/value heads with H a
-multiple of H_kv, L tokens, head width d, frame rank R, metric rank r, block b):
+multiple of H_kv, L tokens, head width d, frame rank R, metric rank r, block b, N = ceil(L / b) blocks, transport
+rank r_T, n probes, model width m, MLP width f):
 
-================  ===========================  =======  ======================================================
-tensor            shape                        type     meaning
-================  ===========================  =======  ======================================================
-``q``             (H, L, d)                    float32  queries
-``k``             (H_kv, L, d)                 float32  keys; query head h reads key head h // (H / H_kv)
-``v``             (H_kv, L, d)                 float32  values
-``frame``         (H, d, R)                    float32  F, orthonormal columns; metric modes only
-``metric_factor`` (H, L, R, r)                 float32  C_t; token t has the metric I + U_t U_tᵀ, U_t = F C_t
-``curvature``     (H, L)                       float32  Ω_t, optional (absent = 0); metric modes only
-``block_mask``    (H, ceil(L/b), ceil(L/b))    bool     true = computed, optional (absent = every block)
-================  ===========================  =======  ======================================================
+=================  ==============  =======  =========================================================================
+tensor             shape           type     meaning
+=================  ==============  =======  =========================================================================
+``q``              (H, L, d)       float32  queries
+``k``              (H_kv, L, d)    float32  keys; query head h reads key head h // (H / H_kv)
+``v``              (H_kv, L, d)    float32  values
+``frame``          (H, d, R)       float32  F, orthonormal columns; metric modes only
+``metric_factor``  (H, L, R, r)    float32  C_t; token t has the metric I + U_t U_tᵀ, U_t = F C_t
+``curvature``      (H, L)          float32  Ω_t, optional (absent = 0); metric modes only
+``block_mask``     (H, N, N)       bool     true = computed, optional (absent = every block)
+``connection_a``   (H, L, d, r_T)  float32  A_t of the transports, optional
+``connection_b``   (H, L, d, r_T)  float32  B_t; with ``connection_a``
+``torsion_l``      (H, L, d, r_T)  float32  L_t of the torsion, optional; only with ``connection_a``
+``torsion_r``      (H, L, d, r_T)  float32  R_t; with ``torsion_l``
+``probe``          (H, n, d)       float32  z of the pair (H, H + 1), optional (absent = seeded)
+``loops``          (edges, 10)     int32    loop program, one row an edge, optional; columns below
+``scores``         (H, N, N)       uint16   block scores for the gate, low = kept; holonomy is u2f14; optional
+``hidden``         (L, m)          float32  h, the state that the layer starts from, optional; for the commutator
+``w_q``            (H·d, m)        float32  W_Q: head h has rows h·d to h·d + d − 1 of W_Q n + b_Q; with ``hidden``
+``w_k``            (H_kv·d, m)     float32  W_K; with ``hidden``
+``w_v``            (H_kv·d, m)     float32  W_V; with ``hidden``
+``w_o``            (m, H·d)        float32  W_O; with ``hidden``
+``mlp_in``         (f, m)          float32  W_1 of Res(h) = W_2 act(W_1 n + b_1) + b_2; with ``hidden``
+``mlp_out``        (m, f)          float32  W_2; with ``hidden``
+``b_q``            (H·d,)          float32  bias of ``w_q``, optional (absent = 0), as the other five
+``b_k``            (H_kv·d,)       float32  bias of ``w_k``
+``b_v``            (H_kv·d,)       float32  bias of ``w_v``
+``b_o``            (m,)            float32  bias of ``w_o``
+``b_mlp_in``       (f,)            float32  b_1
+``b_mlp_out``      (m,)            float32  b_2
+``ln_attn``        (2, m)          float32  gain, offset of the LayerNorm n = LN(h) of Attn, optional (absent = none)
+``ln_mlp``         (2, m)          float32  the same of Res
+=================  ==============  =======  =========================================================================
 
 File metadata are strings:
 
-====================  ==========  ==========================================================================
-key                   needed      value
-====================  ==========  ==========================================================================
-``mode``              always      ``dot``, ``euclidean``, ``riemannian`` or ``blended``
-``causal``            always      ``true`` or ``false``: whether query i sees only keys j <= i
-``temperature``       not in dot  τ > 0, a decimal number
-``blend``             in blended  μ in [0, 1]: 0 is the dot product, 1 the Riemannian score
-``valid_length``      optional    tokens before the padding, 1..L (absent = L)
-``block``             with mask   b, tokens along one side of a block
-``allow_empty_rows``  optional    ``true`` permits a mask that leaves rows without any key (they give zeros)
-``q_scale``           optional    real value of one step of the integer q: one number, or H with commas
-``k_scale``           optional    the same for k: one number or H_kv
-``v_scale``           optional    the same for v: one number or H_kv
-``factor_scale``      optional    the same for metric_factor: one number or H; metric modes only
-``source``            optional    where the tensors come from, in words
-``version``           optional    ``1``
-``format``            optional    ignored; general-purpose writers of safetensors add it
-====================  ==========  ==========================================================================
+====================  ===============  ==========================================================================
+key                   needed           value
+====================  ===============  ==========================================================================
+``mode``              always           ``dot``, ``euclidean``, ``riemannian`` or ``blended``
+``causal``            always           ``true`` or ``false``: whether query i sees only keys j <= i
+``temperature``       not in dot       τ > 0, a decimal number
+``blend``             in blended       μ in [0, 1]: 0 is the dot product, 1 the Riemannian score
+``valid_length``      optional         tokens before the padding, 1..L (absent = L)
+``block``             with a table     b, tokens along one side of a block of ``block_mask`` and ``scores``
+``allow_empty_rows``  optional         ``true`` permits a mask that leaves rows without any key (they give zeros)
+``q_scale``           optional         real value of one step of the integer q: one number, or H with commas
+``k_scale``           optional         the same for k: one number or H_kv
+``v_scale``           optional         the same for v: one number or H_kv
+``factor_scale``      optional         the same for metric_factor: one number or H; metric modes only
+``transport``         with connection  ``linear`` (P = I + X) or ``cayley`` (P = (I − X/2)⁻¹(I + X/2))
+``torsion_gate``      with torsion     γ, a decimal number
+``activation``        with ``hidden``  act, ``relu`` or ``gelu`` (x·Φ(x))
+``norm_epsilon``      optional         ε of ``ln_attn`` and ``ln_mlp``, above 0 (absent = 1e-5)
+``source``            optional         where the tensors come from, in words
+``version``           optional         ``1``
+``format``            optional         ignored; general-purpose writers of safetensors add it
+====================  ===============  ==========================================================================
+
+Columns of ``loops``; ``docs/holonomy.md`` says which rows make a loop:
+
+======  ==================================  ====================================================================
+column  field                               value
+======  ==================================  ====================================================================
+0       ``loop``                            number of the loop, from 0; the edges of a loop are consecutive rows
+1       ``type``                            0 A, 1 B, 2 C
+2       ``kind``                            0 attention, 1 residual
+3       ``convention``                      0 frame, 1 destination
+4, 5    ``source_token``, ``source_layer``  node that the edge leaves
+6, 7    ``target_token``, ``target_layer``  node that the edge reaches
+8       ``head``                            head of an attention edge; 0 for a residual one
+9       ``probe``                           start vector: h·n + p is probe p of head h
+======  ==================================  ====================================================================
 
 Scores of query i and key j, with Δ = q_i − k_j:
 
@@ -45,72 +87,60 @@ Scores of query i and key j, with Δ = q_i − k_j:
 - ``blended``: (1 − μ) · dot + μ · riemannian  [RA (27)]
 
 Tensors are given as the model has them, unrotated: the frame is aligned with the first R coordinates later.
+The generator of token t is X_t = A_t B_tᵀ − B_t A_tᵀ + γ(L_t R_tᵀ − R_t L_tᵀ) [RA (22), §5.6]; transports act in the
+coordinates of v. Seeded probes are N(0, 1), scaled to the norm √d (:func:`seeded_probes`).
 Keys and queries at or past ``valid_length`` take no part; their numbers must be finite all the same. An
 unknown tensor or metadata name is an error.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save as safetensors_bytes
 
-from dtp.errors import DtpError, must
+from dtp.errors import DtpError
+from dtp.workload_checks import check
+from dtp.workload_fields import (
+    FILE_VERSION,
+    NORM_EPSILON,
+    ORTHONORMAL_TOLERANCE,
+    SCALES,
+    TENSOR_RULES,
+    Activation,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    LoopField,
+    Mode,
+    ScoreArray,
+    TransportKind,
+    group,
+    parse_mode,
+    parse_word,
+)
+from dtp.workload_fields import workload_must as _must
+from dtp.workload_file import options_of, read_tensors, with_sorted_header, write_tensors
 
-FloatArray = NDArray[np.float32]
-BoolArray = NDArray[np.bool_]
-
-ORTHONORMAL_TOLERANCE = 1e-4
-"""Largest |FᵀF − I| entry of a frame that still counts as orthonormal."""
-
-FILE_VERSION = "1"
-
-
-class Mode(StrEnum):
-    """How a score is made from a query and a key; formulas in the module's text."""
-
-    DOT = "dot"
-    EUCLIDEAN = "euclidean"
-    RIEMANNIAN = "riemannian"
-    BLENDED = "blended"
-
-    @property
-    def is_metric(self) -> bool:
-        """Whether the mode reads a frame and metric factors."""
-        return self in (Mode.RIEMANNIAN, Mode.BLENDED)
-
-
-_TENSORS = ("q", "k", "v", "frame", "metric_factor", "curvature", "block_mask")
-_METRIC_TENSORS = ("frame", "metric_factor", "curvature")
-_SCALES = ("q_scale", "k_scale", "v_scale", "factor_scale")
-_KEYS = (
-    "mode", "causal", "temperature", "blend", "valid_length", "block", "allow_empty_rows", *_SCALES,
-    "source", "version", "format",
-)  # fmt: skip
-_FILE_TYPES = {"block_mask": "BOOL"}  # every other tensor is F32
-_RANK_NAMES = {
-    "q": "(heads, tokens, width)",
-    "k": "(key heads, tokens, width)",
-    "v": "(key heads, tokens, width)",
-    "frame": "(heads, width, frame rank)",
-    "metric_factor": "(heads, tokens, frame rank, metric rank)",
-    "curvature": "(heads, tokens)",
-    "block_mask": "(heads, block rows, block columns)",
-}
-
-
-def _must(field: str, rule: str, value: object) -> DtpError:
-    return must("Workload", field, rule, value)
+__all__ = [
+    "FILE_VERSION",
+    "NORM_EPSILON",
+    "ORTHONORMAL_TOLERANCE",
+    "Activation",
+    "LoopField",
+    "Mode",
+    "TransportKind",
+    "Workload",
+    "parse_mode",
+    "seeded_probes",
+    "with_sorted_header",
+]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -127,7 +157,7 @@ class Workload:
     frame : float32 (H, d, R), columns orthonormal within ``ORTHONORMAL_TOLERANCE``; exactly in metric modes
     metric_factor : float32 (H, L, R, r); exactly in metric modes
     curvature : float32 (H, L) or None (= 0); metric modes only
-    block_mask : bool (H, ceil(L/block), ceil(L/block)) or None (= every block)
+    block_mask : bool (H, blocks, blocks) or None (= every block)
     temperature : float > 0 in every mode but dot, where it is None
     blend : float in [0, 1] in blended mode, else None
     valid_length : int in 1..L, or None, which becomes L
@@ -137,6 +167,16 @@ class Workload:
         (chosen by the quantiser). k_scale and v_scale count key heads.
     allow_empty_rows : bool
         Permit a ``block_mask`` that leaves rows without a key.
+    connection_a, connection_b : float32 (H, L, d, r_T), both or neither
+    torsion_l, torsion_r : the same shape, both or neither, only with a connection
+    transport : TransportKind, exactly with a connection
+    torsion_gate : finite float γ, exactly with torsion
+    probe : float32 (H, n, d), no vector zero, only with a connection; see :meth:`probes`
+    loops : int32 (edges, 10), columns as ``LoopField``
+    scores : uint16 (H, blocks, blocks), only with ``block``
+    hidden, w_q, w_k, w_v, w_o, mlp_in, mlp_out : float32, all or none; biases b_* and ln_* only with them
+    activation : Activation, exactly with ``hidden``
+    norm_epsilon : float > 0 or None (= ``NORM_EPSILON``), only with ``ln_attn`` or ``ln_mlp``
 
     Raises
     ------
@@ -163,6 +203,32 @@ class Workload:
     v_scale: tuple[float, ...] | None = None
     factor_scale: tuple[float, ...] | None = None
     allow_empty_rows: bool = False
+    connection_a: FloatArray | None = None
+    connection_b: FloatArray | None = None
+    torsion_l: FloatArray | None = None
+    torsion_r: FloatArray | None = None
+    transport: TransportKind | None = None
+    torsion_gate: float | None = None
+    probe: FloatArray | None = None
+    loops: IntArray | None = None
+    scores: ScoreArray | None = None
+    hidden: FloatArray | None = None
+    w_q: FloatArray | None = None
+    w_k: FloatArray | None = None
+    w_v: FloatArray | None = None
+    w_o: FloatArray | None = None
+    mlp_in: FloatArray | None = None
+    mlp_out: FloatArray | None = None
+    b_q: FloatArray | None = None
+    b_k: FloatArray | None = None
+    b_v: FloatArray | None = None
+    b_o: FloatArray | None = None
+    b_mlp_in: FloatArray | None = None
+    b_mlp_out: FloatArray | None = None
+    ln_attn: FloatArray | None = None
+    ln_mlp: FloatArray | None = None
+    activation: Activation | None = None
+    norm_epsilon: float | None = None
 
     # ------------------------------------------------------------------ sizes
 
@@ -202,6 +268,21 @@ class Workload:
         return 0 if self.metric_factor is None else int(self.metric_factor.shape[3])
 
     @property
+    def transport_rank(self) -> int:
+        """r_T, columns of a connection factor; 0 without one."""
+        return 0 if self.connection_a is None else int(self.connection_a.shape[3])
+
+    @property
+    def transport_columns(self) -> int:
+        """k, columns of a transport: 2 r_T, or 4 r_T with torsion; 0 without a connection."""
+        return self.transport_rank * (2 if self.torsion_l is None else 4)
+
+    @property
+    def model_width(self) -> int:
+        """d_model; 0 without hidden states."""
+        return 0 if self.hidden is None else int(self.hidden.shape[1])
+
+    @property
     def score_lanes(self) -> int:
         """Products of one score: d, or d + R + R(R+1) with the metric lifted into the inner product."""
         rank = self.frame_rank
@@ -228,11 +309,34 @@ class Workload:
         value: tuple[float, ...] | None = getattr(self, f"{name}_scale")
         if value is None:
             return None
-        heads = self._scale_heads(f"{name}_scale")
+        heads = self.scale_heads(f"{name}_scale")
         return np.broadcast_to(np.array(value, dtype=np.float64), (heads,)).copy()
 
-    def _scale_heads(self, field: str) -> int:
+    def scale_heads(self, field: str) -> int:
+        """Heads that a field of scales counts."""
         return self.kv_heads if field in ("k_scale", "v_scale") else self.heads
+
+    # ----------------------------------------------------------------- parts
+
+    def probes(self, count: int, seed: int = 0) -> FloatArray:
+        """The workload's own probes (H, n, d), or ``count`` seeded ones a head: N(0, 1), scaled to the norm √d.
+
+        Raises
+        ------
+        DtpError
+            When ``count`` is below 1, or not the number of probes that the workload has.
+        """
+        if count < 1 or (self.probe is not None and self.probe.shape[1] != count):
+            there = "at least 1" if self.probe is None else f"{self.probe.shape[1]}, as in the workload"
+            raise _must("probes", there, count)
+        return seeded_probes(self.heads, count, self.width, seed) if self.probe is None else self.probe
+
+    def attention_only(self) -> Workload:
+        """The workload with nothing beside the attention: no connection, probe, loops, scores or commutator."""
+        beside = ("connection", "torsion", "probe", "loops", "scores", "commutator", "bias", "norm")
+        options = ("transport", "torsion_gate", "activation", "norm_epsilon")
+        nothing: dict[str, Any] = dict.fromkeys((*group(*beside), *options))
+        return replace(self, **nothing)
 
     # ------------------------------------------------------- what is computed
 
@@ -304,7 +408,7 @@ class Workload:
         """Read a workload file; every fault is one ``DtpError`` line that begins with the path."""
         place = Path(path)
         try:
-            tensors, metadata = _read(place)
+            tensors, metadata = read_tensors(place)
             return cls._from_file(tensors, metadata)
         except DtpError as error:
             raise DtpError(f"{place}: {error}") from None
@@ -314,31 +418,7 @@ class Workload:
         for name in ("q", "k", "v"):
             if name not in tensors:
                 raise _must(name, "present in the file", f"only {', '.join(sorted(tensors)) or 'no tensor'}")
-        for key in metadata:
-            if key not in _KEYS:
-                raise _must("metadata key", f"one of {', '.join(_KEYS)}", key)
-        for key in ("mode", "causal"):
-            if key not in metadata:
-                raise _must(f"metadata {key}", "present in the file", None)
-        version = metadata.get("version", FILE_VERSION)
-        if version != FILE_VERSION:
-            raise _must("version", f"{FILE_VERSION}", version)
-        options: dict[str, Any] = {
-            "mode": parse_mode(metadata["mode"]),
-            "causal": _flag("causal", metadata["causal"]),
-            "allow_empty_rows": _flag("allow_empty_rows", metadata.get("allow_empty_rows", "false")),
-            "source": metadata.get("source", ""),
-        }
-        for key in ("temperature", "blend"):
-            if key in metadata:
-                options[key] = _number(key, metadata[key])
-        for key in ("valid_length", "block"):
-            if key in metadata:
-                options[key] = _integer(key, metadata[key])
-        for key in _SCALES:
-            if key in metadata:
-                options[key] = tuple(_number(key, part) for part in metadata[key].split(","))
-        return cls(**options, **cast(dict[str, Any], dict(tensors)))
+        return cls(**options_of(metadata), **cast(dict[str, Any], dict(tensors)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the workload file in one step: either the whole file is there afterwards or the old state is.
@@ -348,18 +428,11 @@ class Workload:
         DtpError
             When the folder does not exist or cannot be written.
         """
-        tensors = {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
-        data = with_sorted_header(safetensors_bytes(tensors, self.metadata()))
-        place = Path(path)
-        partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
-        try:
-            with open(partial, "wb") as stream:
-                stream.write(data)
-            os.replace(partial, place)
-        except OSError as error:
-            raise DtpError(f"{place}: the workload cannot be written ({error.strerror})") from None
-        finally:
-            partial.unlink(missing_ok=True)
+        write_tensors(Path(path), self.tensors(), self.metadata())
+
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """The tensors that are there, by name."""
+        return {name: getattr(self, name) for name in TENSOR_RULES if getattr(self, name) is not None}
 
     def metadata(self) -> dict[str, str]:
         """The file's metadata: every option as a string, absent ones left out."""
@@ -369,14 +442,17 @@ class Workload:
             "causal": "true" if self.causal else "false",
             "valid_length": str(self.valid_length),
         }
-        for key in ("temperature", "blend", "block"):
+        for key in ("temperature", "blend", "block", "torsion_gate", "norm_epsilon"):
             value = getattr(self, key)
             if value is not None:
                 text[key] = repr(value)
-        for key in _SCALES:
+        for key in SCALES:
             scales = getattr(self, key)
             if scales is not None:
                 text[key] = ",".join(repr(scale) for scale in scales)
+        for key in ("transport", "activation"):
+            if getattr(self, key) is not None:
+                text[key] = getattr(self, key).value
         if self.allow_empty_rows:
             text["allow_empty_rows"] = "true"
         if self.source:
@@ -388,7 +464,8 @@ class Workload:
         """A workload from arrays of any library, by the names of the fields.
 
         Arrays, nested lists and tensors with ``detach().cpu().numpy()`` are taken; numbers become float32, a
-        mask stays bool. ``mode`` may be a word; scales may be one float or a sequence.
+        mask stays bool, loops become int32, scores uint16. ``mode``, ``transport`` and ``activation`` may be words;
+        scales may be one float or a sequence.
 
         Raises
         ------
@@ -396,12 +473,15 @@ class Workload:
             As the constructor; also for an unknown field.
         """
         ready: dict[str, Any] = {"mode": parse_mode(mode)}
+        words: dict[str, Any] = {"transport": TransportKind, "activation": Activation}
         for name, value in fields.items():
             if name not in cls.__dataclass_fields__:
                 raise _must("field", f"one of {', '.join(cls.__dataclass_fields__)}", name)
-            if name in _TENSORS and value is not None:
+            if name in TENSOR_RULES and value is not None:
                 value = _as_array(name, value)
-            elif name in _SCALES and value is not None:
+            elif name in words and isinstance(value, str):
+                value = parse_word(words[name], name, value)
+            elif name in SCALES and value is not None:
                 value = tuple(float(part) for part in np.atleast_1d(_as_array(name, value, np.float64)))
             ready[name] = value
         for name in ("q", "k", "v", "causal"):
@@ -412,188 +492,17 @@ class Workload:
     # ----------------------------------------------------------------- checks
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mode, Mode):
-            raise _must("mode", f"a Mode ({', '.join(Mode)})", self.mode)
-        if not isinstance(self.causal, bool | np.bool_):
-            raise _must("causal", "true or false", self.causal)
-        if not isinstance(self.allow_empty_rows, bool | np.bool_):
-            raise _must("allow_empty_rows", "true or false", self.allow_empty_rows)
-        if not isinstance(self.source, str):
-            raise _must("source", "text", self.source)
-        for name in _TENSORS:
-            self._check_presence(name)
-            if getattr(self, name) is not None:
-                self._check_array(name)
-        self._check_options()
-        self._check_shapes()
-        for name in _TENSORS:
-            if getattr(self, name) is not None:
-                self._check_values(name)
-        self._check_frame()
-        for name in _SCALES:
-            self._check_scale(name)
-        self._check_rows()
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-    def _check_presence(self, name: str) -> None:
-        given = getattr(self, name) is not None
-        if name in _METRIC_TENSORS and given and not self.mode.is_metric:
-            raise _must(name, f"absent in {self.mode} mode", "a tensor")
-        needed = name in ("q", "k", "v") or (name in ("frame", "metric_factor") and self.mode.is_metric)
-        if needed and not given:
-            raise _must(name, f"given in {self.mode} mode", None)
-
-    def _check_array(self, name: str) -> None:
-        array = getattr(self, name)
-        if not isinstance(array, np.ndarray):
-            raise _must(name, "a NumPy array (Workload.from_tensors converts others)", type(array).__name__)
-        wanted = np.bool_ if name == "block_mask" else np.float32
-        if array.dtype != wanted:
-            raise _must(name, f"of type {np.dtype(wanted)}", str(array.dtype))
-        dimensions = _RANK_NAMES[name].count(",") + 1
-        if array.ndim != dimensions:
-            raise _must(name, f"of shape {_RANK_NAMES[name]}", array.shape)
-        if 0 in array.shape:
-            raise _must(name, f"non-empty, of shape {_RANK_NAMES[name]}", array.shape)
-        if array.flags.writeable or not array.flags.c_contiguous:
-            array = np.array(array, order="C")
-            array.setflags(write=False)
-            self._set(name, array)
-
-    def _check_options(self) -> None:
-        for name in ("temperature", "blend"):
-            value = getattr(self, name)
-            if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-                    raise _must(name, "a number", value)
-                self._set(name, float(value))
-        if self.mode is Mode.DOT:
-            if self.temperature is not None:
-                raise _must("temperature", "absent in dot mode, whose score is q.k/sqrt(d)", self.temperature)
-        elif self.temperature is None or not (0 < self.temperature < math.inf):
-            raise _must("temperature", f"a finite number above 0 in {self.mode} mode", self.temperature)
-        if self.mode is Mode.BLENDED:
-            if self.blend is None or not (0 <= self.blend <= 1):
-                raise _must("blend", "a number in [0, 1] in blended mode", self.blend)
-        elif self.blend is not None:
-            raise _must("blend", f"absent in {self.mode} mode", self.blend)
-        length = self.tokens if cast(object, self.valid_length) is None else self.valid_length
-        if not _is_integer(length) or not 1 <= length <= self.tokens:
-            raise _must("valid_length", f"an integer in 1..{self.tokens}, the tokens", length)
-        self._set("valid_length", int(length))
-        if self.block is None:
-            if self.block_mask is not None:
-                raise _must("block", "given with a block_mask", None)
-        elif not _is_integer(self.block) or self.block < 1:
-            raise _must("block", "an integer of at least 1", self.block)
-        else:
-            self._set("block", int(self.block))
-
-    def _check_shapes(self) -> None:
-        heads, tokens, width = self.q.shape
-        if self.k.shape[1:] != (tokens, width):
-            raise _must("k", f"of shape (key heads, {tokens}, {width}) like q", self.k.shape)
-        if self.v.shape != self.k.shape:
-            raise _must("v", f"of shape {self.k.shape} like k", self.v.shape)
-        if heads % self.kv_heads:
-            raise _must("q", f"of heads a multiple of the {self.kv_heads} key heads", heads)
-        if self.frame is not None and self.metric_factor is not None:
-            if self.frame.shape[:2] != (heads, width):
-                raise _must("frame", f"of shape ({heads}, {width}, frame rank)", self.frame.shape)
-            if self.frame_rank > width:
-                raise _must("frame", f"of frame rank at most the width {width}", self.frame_rank)
-            if self.metric_factor.shape[:3] != (heads, tokens, self.frame_rank):
-                rule = f"of shape ({heads}, {tokens}, {self.frame_rank}, metric rank)"
-                raise _must("metric_factor", rule, self.metric_factor.shape)
-        if self.curvature is not None and self.curvature.shape != (heads, tokens):
-            raise _must("curvature", f"of shape {(heads, tokens)}", self.curvature.shape)
-        if self.block_mask is not None:
-            count = self.block_count()
-            if self.block_mask.shape != (heads, count, count):
-                raise _must("block_mask", f"of shape {(heads, count, count)}", self.block_mask.shape)
-
-    def _check_values(self, name: str) -> None:
-        array = getattr(self, name)
-        if array.dtype == np.bool_ or np.isfinite(array).all():
-            return
-        first = tuple(int(i) for i in np.unravel_index(int(np.argmin(np.isfinite(array))), array.shape))
-        raise _must(name, "finite everywhere", f"{array[first]} at {list(first)}")
-
-    def _check_frame(self) -> None:
-        if self.frame is None:
-            return
-        frame = self.frame.astype(np.float64)
-        deviation = np.abs(np.einsum("hdr,hds->hrs", frame, frame) - np.eye(self.frame_rank)).max(axis=(1, 2))
-        worst = int(np.argmax(deviation))
-        if deviation[worst] > ORTHONORMAL_TOLERANCE:
-            rule = f"orthonormal by columns within {ORTHONORMAL_TOLERANCE:g}"
-            raise _must("frame", rule, f"off by {deviation[worst]:.3g} in head {worst}")
-
-    def _check_scale(self, field: str) -> None:
-        value = getattr(self, field)
-        if value is None:
-            return
-        if field == "factor_scale" and not self.mode.is_metric:
-            raise _must(field, f"absent in {self.mode} mode", value)
-        heads = self._scale_heads(field)
-        if not isinstance(value, tuple) or len(value) not in (1, heads):
-            raise _must(field, f"a tuple of 1 or {heads} numbers", value)
-        for scale in value:
-            if not isinstance(scale, float) or not (0 < scale < math.inf):
-                raise _must(field, "finite floats above 0", scale)
-
-    def _check_rows(self) -> None:
-        if self.block_mask is None or self.allow_empty_rows:
-            return
-        legal_rows = np.asarray(self.blocks_legal().any(axis=1))
-        empty: BoolArray = legal_rows[None, :] & ~np.asarray(self.blocks_kept().any(axis=2))
-        if np.any(empty):
-            head, row = divmod(int(np.argmax(empty)), empty.shape[1])
-            rule = "keeping at least one block of every query row after causality and padding"
-            raise _must("block_mask", rule, f"none in head {head}, block row {row}")
+        check(self)
 
 
-def with_sorted_header(data: bytes) -> bytes:
-    """A safetensors file's bytes with the names of its header in order: equal contents then give equal files."""
-    size = int.from_bytes(data[:8], "little")
-    header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+_INTEGERS: dict[str, Any] = {"loops": np.int32, "scores": np.uint16}
 
 
-def parse_mode(text: str) -> Mode:
-    """The mode of a word; an unknown one is refused with the list of valid ones."""
-    try:
-        return Mode(text)
-    except ValueError:
-        raise _must("mode", f"one of {', '.join(Mode)}", text) from None
-
-
-def _read(place: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    if not place.exists():
-        raise DtpError("no such file")
-    if not place.is_file():
-        raise DtpError("a folder, not a workload file")
-    tensors: dict[str, NDArray[Any]] = {}
-    try:
-        with safe_open(place, framework="numpy") as file:
-            for name in file.keys():
-                if name not in _TENSORS:
-                    raise _must("tensor", f"one of {', '.join(_TENSORS)}", name)
-                stored, wanted = file.get_slice(name).get_dtype(), _FILE_TYPES.get(name, "F32")
-                if stored != wanted:
-                    raise _must(name, f"of type {wanted} in the file", stored)
-                array = file.get_tensor(name)
-                array.setflags(write=False)
-                tensors[name] = array
-            metadata = dict(file.metadata() or {})
-    except SafetensorError as error:
-        raise DtpError(f"not a whole safetensors file ({' '.join(str(error).split())})") from None
-    except OSError as error:
-        raise DtpError(f"cannot be read ({error.strerror or error})") from None
-    return tensors, metadata
+def seeded_probes(heads: int, count: int, width: int, seed: int) -> FloatArray:
+    """Probes of a seed, float32 (heads, count, width): N(0, 1), each scaled to the norm √width."""
+    drawn = np.random.default_rng(seed).standard_normal((heads, count, width))
+    scaled = drawn * (math.sqrt(width) / np.linalg.norm(drawn, axis=2, keepdims=True))
+    return np.asarray(scaled, dtype=np.float32)
 
 
 def _as_array(name: str, value: Any, kind: Any = np.float32) -> NDArray[Any]:
@@ -608,31 +517,13 @@ def _as_array(name: str, value: Any, kind: Any = np.float32) -> NDArray[Any]:
         raise _must(name, "an array that NumPy can hold", str(error).splitlines()[0]) from None
     if name == "block_mask":
         return cast(NDArray[Any], array)
+    if name in _INTEGERS:
+        wanted = np.iinfo(_INTEGERS[name])
+        outside = array.dtype.kind not in "iu" or (array.size and np.any((array < 0) | (array > wanted.max)))
+        if outside:
+            raise _must(name, f"of integers in 0..{wanted.max}", str(array.dtype))
+        return cast(NDArray[Any], array.astype(wanted.dtype))
     if array.dtype.kind not in "fiu":
         raise _must(name, "of real numbers", str(array.dtype))
     with np.errstate(over="ignore"):  # too large a number becomes infinity, which the checks name
         return cast(NDArray[Any], array.astype(kind))
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _flag(key: str, text: str) -> bool:
-    if text not in ("true", "false"):
-        raise _must(key, "true or false", text)
-    return text == "true"
-
-
-def _number(key: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise _must(key, "a number", text) from None
-
-
-def _integer(key: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise _must(key, "an integer", text) from None

@@ -62,6 +62,9 @@ ConfigArgument = Annotated[
 WorkloadArgument = Annotated[Path, typer.Argument(metavar="WORKLOAD", help="A workload file.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")]
 SeedOption = Annotated[int, typer.Option(parser=_integer, metavar="N", help="Equal seeds give equal results.")]
+CommutatorOption = Annotated[
+    bool, typer.Option("--commutator", help="Also hidden state and matrices of the layer; one layer, one input.")
+]
 OutputFile = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Workload file to write.")]
 
 
@@ -247,6 +250,13 @@ def workload_random_command(
     block: Annotated[
         int | None, typer.Option(parser=_integer, metavar="N", help="Tokens along one side of a block of the mask.")
     ] = None,
+    transport_rank: Annotated[
+        int, typer.Option(parser=_integer, metavar="N", help="r_T of Cayley transports; 0 for none.")
+    ] = 0,
+    torsion: Annotated[bool, typer.Option("--torsion", help="Transports with torsion.")] = False,
+    mlp_width: Annotated[
+        int, typer.Option(parser=_integer, metavar="N", help="MLP width of a layer for the commutator; 0 for none.")
+    ] = 0,
     json: JsonOption = None,
 ) -> None:
     """Seeded random tensors; below --kept 1 the mask takes its block from --config or --block."""
@@ -268,6 +278,9 @@ def workload_random_command(
             block=block,
             valid_length=valid,
             kv_heads=kv_heads,
+            transport_rank=transport_rank,
+            torsion=torsion,
+            mlp_width=mlp_width,
         ),
         json,
     )
@@ -278,13 +291,18 @@ def workload_digits_command(
     output: OutputFile,
     images: Annotated[str, typer.Option(help="Image numbers in 0..1796, with commas.")] = "0",
     layer: Annotated[int, typer.Option(parser=_integer, metavar="N", help="Attention layer, from 0.")] = 0,
+    model: Annotated[
+        str, typer.Option(help="plain, transport, or holonomy (transports trained with the holonomy loss).")
+    ] = "plain",
+    commutator: CommutatorOption = False,
     json: JsonOption = None,
 ) -> None:
     """What the trained digit classifier's attention reads (needs PyTorch)."""
     _check_json(json)
     with _progress() as progress:
         progress("running the classifier", None)
-        result = verbs.workload_digits(output, images=_numbers("images", images), layer=layer)
+        chosen = _numbers("images", images)
+        result = verbs.workload_digits(output, images=chosen, layer=layer, model=model, commutator=commutator)
     _workload_written(result, json)
 
 
@@ -293,6 +311,7 @@ def workload_minilm_command(
     output: OutputFile,
     layers: Annotated[str | None, typer.Option(help="Layers in 0..5, with commas; default all.")] = None,
     tokens: Annotated[int, typer.Option(parser=_integer, metavar="N", help="Tokens of the text, 2..512.")] = 128,
+    commutator: CommutatorOption = False,
     json: JsonOption = None,
 ) -> None:
     """What the attention of all-MiniLM-L6-v2 reads for a paragraph (needs PyTorch and the model)."""
@@ -300,7 +319,7 @@ def workload_minilm_command(
     chosen = None if layers is None else _numbers("layers", layers)
     with _progress() as progress:
         progress("running the model", None)
-        result = verbs.workload_minilm(output, layers=chosen, tokens=tokens)
+        result = verbs.workload_minilm(output, layers=chosen, tokens=tokens, commutator=commutator)
     _workload_written(result, json)
 
 
@@ -315,6 +334,10 @@ def _shape(workload: verbs.WorkloadSummary) -> str:
         parts.append(f"{workload.kv_heads} key heads")
     if workload.frame_rank:
         parts.append(f"R = {workload.frame_rank}, r = {workload.metric_rank}")
+    if workload.transport_columns:
+        parts.append(f"transports of {workload.transport_columns} columns")
+    if workload.model_width:
+        parts.append(f"layer of width {workload.model_width}")
     if workload.valid_length != workload.tokens:
         parts.append(f"{workload.valid_length} valid")
     if workload.causal:

@@ -295,6 +295,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results": results_table,
     "workload-tensors": lambda: _workload_table(0),
     "workload-metadata": lambda: _workload_table(1),
+    "workload-loops": lambda: _workload_table(2),
     "workload-scores": scores_list,
 }
 """Generated parts of the docs by name."""

@@ -154,6 +154,8 @@ class WorkloadSummary:
     width: int
     frame_rank: int
     metric_rank: int
+    transport_columns: int
+    model_width: int
     causal: bool
     kept_fraction: float
     macs: int
@@ -170,6 +172,8 @@ class WorkloadSummary:
             width=workload.width,
             frame_rank=workload.frame_rank,
             metric_rank=workload.metric_rank,
+            transport_columns=workload.transport_columns,
+            model_width=workload.model_width,
             causal=bool(workload.causal),
             kept_fraction=workload.kept_fraction,
             macs=workload.useful_macs(),
@@ -411,6 +415,9 @@ def workload_random(
     block: int | None = None,
     valid_length: int | None = None,
     kv_heads: int | None = None,
+    transport_rank: int = 0,
+    torsion: bool = False,
+    mlp_width: int = 0,
 ) -> WorkloadResult:
     """Write seeded random tensors, see :func:`tools.workloads.random_workload`; ``block`` goes with ``kept``."""
     from tools.workloads import random_workload
@@ -431,28 +438,40 @@ def workload_random(
         block=block,
         valid_length=valid_length,
         kv_heads=kv_heads,
+        transport_rank=transport_rank,
+        torsion=torsion,
+        mlp_width=mlp_width,
     )
     return _saved(made, place, start)
 
 
-def workload_digits(path: str | Path, *, images: Sequence[int] = (0,), layer: int = 0) -> WorkloadResult:
-    """Write what a layer of the digit classifier reads, see :func:`tools.workloads.digits_workload`."""
+def workload_digits(
+    path: str | Path,
+    *,
+    images: Sequence[int] = (0,),
+    layer: int = 0,
+    model: str = "plain",
+    commutator: bool = False,
+) -> WorkloadResult:
+    """Write what a layer of a digit classifier reads, see :func:`tools.workloads.digits_workload`."""
     from tools.workloads import digits_workload
 
     start = time.monotonic()
     place = Path(path)
     check_writable(place, "workload file")
-    return _saved(digits_workload(images, layer), place, start)
+    return _saved(digits_workload(images, layer, model=model, commutator=commutator), place, start)
 
 
-def workload_minilm(path: str | Path, *, layers: Sequence[int] | None = None, tokens: int = 128) -> WorkloadResult:
+def workload_minilm(
+    path: str | Path, *, layers: Sequence[int] | None = None, tokens: int = 128, commutator: bool = False
+) -> WorkloadResult:
     """Write what layers of all-MiniLM-L6-v2 read, see :func:`tools.workloads.minilm_workload`."""
     from tools.workloads import minilm_workload
 
     start = time.monotonic()
     place = Path(path)
     check_writable(place, "workload file")
-    return _saved(minilm_workload(layers=layers, tokens=tokens), place, start)
+    return _saved(minilm_workload(layers=layers, tokens=tokens, commutator=commutator), place, start)
 
 
 def _saved(workload: Workload, path: Path, start: float) -> WorkloadResult:
@@ -580,7 +599,7 @@ def _accuracy(
 
 
 def single_head(workload: Workload, head: int) -> Workload:
-    """The workload of one query head alone, without given scales."""
+    """The attention of one query head alone, without given scales."""
     key = head // workload.groups
     changes: dict[str, Any] = {
         name: getattr(workload, name)[head : head + 1]
@@ -589,7 +608,7 @@ def single_head(workload: Workload, head: int) -> Workload:
     }
     changes |= {name: getattr(workload, name)[key : key + 1] for name in ("k", "v")}
     changes |= dict.fromkeys(("q_scale", "k_scale", "v_scale", "factor_scale"))
-    return dataclasses.replace(workload, **changes)
+    return dataclasses.replace(workload.attention_only(), **changes)
 
 
 # ---- cosim -------------------------------------------------------------------------------------------------

@@ -6,13 +6,16 @@ import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 import dtp
 from dtp.errors import MissingToolError, must
-from dtp.workload import Mode, Workload, parse_mode
+from dtp.workload import NORM_EPSILON, Activation, Mode, TransportKind, Workload, parse_mode
+
+if TYPE_CHECKING:
+    from dtp.reference.digits import DigitModel
 
 MINILM_EXTRACT = Path(dtp.__file__).parent / "data" / "minilm_extract.safetensors"
 EXTRACT_LAYERS = (1, 4)
@@ -55,11 +58,19 @@ def random_workload(
     valid_length: int | None = None,
     kv_heads: int | None = None,
     blend: float = 0.5,
+    transport_rank: int = 0,
+    transport: TransportKind | str = TransportKind.CAYLEY,
+    torsion: bool = False,
+    mlp_width: int = 0,
 ) -> Workload:
     """Seeded tensors of realistic size: q, k, v ~ N(0, 1), one key in eight resembling some query.
 
     The temperature is 2√d, so that a Euclidean score weighs q·k as a dot-product score does. In metric modes
     E‖U_t‖_F² = 0.25·R·r, tokens differ by up to a factor of four, and Ω_t = softplus(0)·‖U_t‖_F² [RA (21)].
+
+    With a transport rank, runs of 8 to 40 tokens of a head share most of their factors, so that holonomy is small
+    within a run and large between runs; each column has about the norm 1, L and R the gate 0.25. With an MLP width,
+    q, k and v are the projections of hidden states, d_model = H·d, which stand beside them with the layer's matrices.
 
     Parameters
     ----------
@@ -68,6 +79,9 @@ def random_workload(
     block : tokens along one side of a block; needed when ``kept`` is below 1.
     kv_heads : key heads, default ``heads``.
     blend : μ, read in blended mode alone.
+    transport_rank : r_T, or 0 for no transports.
+    transport, torsion : kind of the transports, and whether they have torsion; read with a transport rank.
+    mlp_width : f, or 0 for no layer beside the attention.
 
     Raises
     ------
@@ -82,6 +96,11 @@ def random_workload(
     for name, value in counts.items():
         if value < 1:
             raise must("random_workload", name, "an integer of at least 1", value)
+    for name, value in {"transport_rank": transport_rank, "mlp_width": mlp_width}.items():
+        if value < 0:
+            raise must("random_workload", name, "an integer of at least 0", value)
+    if torsion and not transport_rank:
+        raise must("random_workload", "torsion", "off without a transport_rank", torsion)
     if heads % kv_heads:
         raise must("random_workload", "heads", f"a multiple of kv_heads {kv_heads}", heads)
     if mode.is_metric and frame_rank > width:
@@ -113,11 +132,73 @@ def random_workload(
         fields["blend"] = blend
     fields |= {"causal": causal, "valid_length": valid_length, "block": block}
     fields["source"] = f"random: seed {seed}, kept {kept:g}"
+    # What stands beside the attention has generators of its own: the attention of a seed does not depend on it.
+    if transport_rank:
+        sizes = (heads, tokens, width, transport_rank)
+        fields |= _random_transports(np.random.default_rng([seed, 1]), sizes, transport, torsion)
+    if mlp_width:
+        layer = _random_layer(np.random.default_rng([seed, 2]), tokens, heads * width, kv_heads * width, mlp_width)
+        fields |= layer
+        fields |= _projections(layer, width)
     dense = Workload.from_tensors(mode=mode, **fields)
     if kept == 1:
         return dense
     fields["block_mask"] = _random_mask(dense.blocks_legal(), heads, kept, rng)
     return Workload.from_tensors(mode=mode, **fields)
+
+
+def _random_transports(
+    rng: np.random.Generator, sizes: tuple[int, int, int, int], kind: TransportKind | str, torsion: bool
+) -> dict[str, object]:
+    """Factors whose columns have about the norm 1: 0.95 of a run's own, 0.3 of the token's."""
+    heads, tokens, width, rank = sizes
+    names = ["connection_a", "connection_b"] + ["torsion_l", "torsion_r"] * torsion
+    run = np.stack([np.repeat(np.arange(tokens), rng.integers(8, 41, tokens))[:tokens] for _ in range(heads)])
+    found: dict[str, object] = {"transport": kind}
+    for name in names:
+        shared = rng.standard_normal((heads, tokens, width, rank))  # one a run; there are no more runs than tokens
+        own = rng.standard_normal(sizes)
+        mixed = 0.95 * np.take_along_axis(shared, run[:, :, None, None], axis=1) + 0.3 * own
+        found[name] = mixed / math.sqrt(width)
+    return found | ({"torsion_gate": 0.25} if torsion else {})
+
+
+def _random_layer(
+    rng: np.random.Generator, tokens: int, model_width: int, key_width: int, mlp_width: int
+) -> dict[str, Any]:
+    """Hidden states ~ N(0, 1), matrices that keep that size, biases and norms of a tenth about 0 and 1."""
+
+    def matrix(outputs: int, inputs: int) -> np.ndarray:
+        return rng.standard_normal((outputs, inputs)) / math.sqrt(inputs)
+
+    found: dict[str, Any] = {"hidden": rng.standard_normal((tokens, model_width)), "activation": Activation.GELU}
+    for name, outputs in (("w_q", model_width), ("w_k", key_width), ("w_v", key_width), ("w_o", model_width)):
+        found[name] = matrix(outputs, model_width)
+    found["mlp_in"], found["mlp_out"] = matrix(mlp_width, model_width), matrix(model_width, mlp_width)
+    for name, count in (
+        ("b_q", model_width),
+        ("b_k", key_width),
+        ("b_v", key_width),
+        ("b_o", model_width),
+        ("b_mlp_in", mlp_width),
+        ("b_mlp_out", model_width),
+    ):
+        found[name] = 0.1 * rng.standard_normal(count)
+    for name in ("ln_attn", "ln_mlp"):
+        found[name] = np.array([[1.0], [0.0]]) + 0.1 * rng.standard_normal((2, model_width))
+    return found
+
+
+def _projections(layer: dict[str, Any], width: int) -> dict[str, np.ndarray]:
+    """q, k, v (heads, L, d) of a layer's hidden states."""
+    hidden, (gain, offset) = layer["hidden"], layer["ln_attn"]
+    centred = hidden - hidden.mean(axis=1, keepdims=True)
+    normed = gain * centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + NORM_EPSILON) + offset
+    found = {}
+    for part in "qkv":
+        joined = normed @ layer[f"w_{part}"].T + layer[f"b_{part}"]
+        found[part] = joined.reshape(len(hidden), -1, width).swapaxes(0, 1)
+    return found
 
 
 def _random_mask(legal: np.ndarray, heads: int, kept: float, rng: np.random.Generator) -> np.ndarray:
@@ -143,13 +224,22 @@ def _need_torch() -> None:
         raise MissingToolError("PyTorch is not installed: pip install torch==2.13.0")
 
 
-def digits_workload(images: Sequence[int], layer: int) -> Workload:
-    """What one layer of the committed digit classifier reads for some images, Riemannian.
+def digits_workload(
+    images: Sequence[int],
+    layer: int,
+    *,
+    model: DigitModel | str = "plain",
+    commutator: bool = False,
+) -> Workload:
+    """What one layer of a committed digit classifier reads for some images, Riemannian.
 
     Parameters
     ----------
     images : numbers in 0..1796 of scikit-learn's digits; the heads of the images are stacked in this order
     layer : attention layer, from 0
+    model : a :class:`~dtp.reference.digits.DigitModel` or its word: ``plain``, ``transport``, ``holonomy``. The last
+        two bring transports; these pair neighbouring heads, so that a workload then holds one image
+    commutator : also the layer's hidden state and matrices, of one image
 
     Returns
     -------
@@ -158,14 +248,31 @@ def digits_workload(images: Sequence[int], layer: int) -> Workload:
     Raises
     ------
     DtpError
-        A number out of range; ``MissingToolError`` without PyTorch.
+        A number out of range, an unknown model, or several images where one is needed; ``MissingToolError`` without
+        PyTorch.
     """
     _need_torch()
-    from dtp.reference.digits import layer_tensors, load_classifier
+    from dtp.reference.digits import DigitModel, layer_run, layer_weights, load_classifier
+    from dtp.reference.fbt import FbtBlock
 
-    model = load_classifier()
-    seen = layer_tensors(model, np.array(list(images), dtype=np.int64), layer)
-    names = ", ".join(str(image) for image in images)
+    if model not in list(DigitModel):
+        raise must("digits", "model", f"one of {', '.join(DigitModel)}", str(model))
+    chosen = DigitModel(model)
+    classifier = load_classifier(chosen.path)
+    run = layer_run(classifier, np.array(list(images), dtype=np.int64), layer)
+    if len(images) > 1 and (commutator or run.transport is not None):
+        reason = "the commutator's hidden state" if commutator else "transports, which pair neighbouring heads"
+        raise must("digits", "images", f"one image number with {reason}", list(images))
+    fields: dict[str, Any] = {}
+    if run.transport is not None:
+        factors = ("connection_a", "connection_b", "torsion_l", "torsion_r")
+        fields |= {name: getattr(run.transport, name).flatten(0, 1) for name in factors}
+        fields |= {"transport": run.transport.kind, "torsion_gate": run.transport.gate}
+    if commutator:
+        fields |= layer_weights(cast(FbtBlock, classifier.blocks[layer])) | {"hidden": run.hidden[0]}
+        fields["activation"] = Activation.GELU
+    named = "" if chosen is DigitModel.PLAIN else f", model {chosen}"
+    seen = run.tensors
     return Workload.from_tensors(
         mode=Mode.RIEMANNIAN,
         causal=False,
@@ -175,8 +282,9 @@ def digits_workload(images: Sequence[int], layer: int) -> Workload:
         frame=seen.frame.repeat(len(images), 1, 1),
         metric_factor=seen.metric_factor.flatten(0, 1),
         curvature=seen.curvature.flatten(0, 1),
-        temperature=model.config.temperature,
-        source=f"digits: layer {layer}, images {names}",
+        temperature=classifier.config.temperature,
+        source=f"digits: layer {layer}, images {', '.join(str(image) for image in images)}{named}",
+        **fields,
     )
 
 
@@ -185,6 +293,7 @@ def minilm_workload(
     *,
     layers: Sequence[int] | None = None,
     tokens: int = 128,
+    commutator: bool = False,
 ) -> Workload:
     """What the attention of all-MiniLM-L6-v2 reads for some texts, dot product, float32.
 
@@ -196,6 +305,7 @@ def minilm_workload(
     texts : one text or several
     layers : numbers in 0..5, default all
     tokens : L, 2..512, both end marks included
+    commutator : also hidden state and matrices, of one layer and one text
 
     Raises
     ------
@@ -205,7 +315,8 @@ def minilm_workload(
     _need_torch()
     import torch
 
-    from dtp.reference.minilm import LAYERS, run
+    from dtp.reference.minilm import LAYERS, layer_weights, run
+    from dtp.reference.minilm import NORM_EPSILON as MINILM_EPSILON
 
     texts = [texts] if isinstance(texts, str) else list(texts)
     chosen = range(LAYERS) if layers is None else layers
@@ -214,12 +325,18 @@ def minilm_workload(
             raise must("minilm", "layers", f"integers in 0..{LAYERS - 1}", layer)
     if len(chosen) == 0:
         raise must("minilm", "layers", "at least one layer", list(chosen))
+    if commutator and len(texts) * len(chosen) > 1:
+        wanted = "one layer and one text with the commutator's hidden state"
+        raise must("minilm", "layers", wanted, f"{len(chosen)} layers of {len(texts)} texts")
     result = run(texts, tokens)
     if len(set(result.lengths)) > 1:
         raise must("minilm", "texts", "equally long in tokens after cutting", result.lengths)
     parts: dict[str, Any] = {}
     for index, name in enumerate("qkv"):
         parts[name] = torch.stack([result.layers[layer][index] for layer in chosen], dim=1).flatten(0, 2)
+    if commutator:
+        parts |= layer_weights(chosen[0]) | {"hidden": result.hidden[chosen[0]][0]}
+        parts |= {"activation": Activation.GELU, "norm_epsilon": MINILM_EPSILON}
     named = ", ".join(str(layer) for layer in chosen)
     source = f"all-MiniLM-L6-v2 (Apache-2.0): {len(texts)} text(s), layers {named}, 12 heads each"
     return Workload.from_tensors(mode=Mode.DOT, causal=False, valid_length=result.lengths[0], source=source, **parts)

@@ -1,27 +1,54 @@
-"""The committed Fiber Bundle Transformer that reads scikit-learn's handwritten digits, and its data.
+"""The committed Fiber Bundle Transformers that read scikit-learn's handwritten digits, and its data.
 
-``tools/train_digits.py`` made the checkpoint; its metadata hold sizes, accuracy and command.
+``tools/train_digits.py`` made the checkpoints; their metadata hold sizes, accuracy and command.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import fields
+from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 import dtp
 from dtp.errors import DtpError, must
-from dtp.reference.fbt import AttentionCore, FbtClassifier, FbtConfig, LayerTensors, geodesic_attention
+from dtp.reference.fbt import (
+    AttentionCore,
+    FbtBlock,
+    FbtClassifier,
+    FbtConfig,
+    LayerRun,
+    LayerTensors,
+    geodesic_attention,
+)
 
-CHECKPOINT = Path(dtp.__file__).parent / "data" / "digits_fbt.safetensors"
-"""The weights, float32, and their metadata."""
+
+class DigitModel(StrEnum):
+    """The committed checkpoints."""
+
+    PLAIN = "plain"
+    """metrics, no transport"""
+    TRANSPORT = "transport"
+    """metrics and transports"""
+    HOLONOMY = "holonomy"
+    """metrics and transports, trained with the holonomy loss"""
+
+    @property
+    def path(self) -> Path:
+        """The weights, float32, and their metadata."""
+        name = {"plain": "fbt", "transport": "transport", "holonomy": "holonomy"}[self.value]
+        return Path(dtp.__file__).parent / "data" / f"digits_{name}.safetensors"
+
+
+CHECKPOINT = DigitModel.PLAIN.path
+"""The weights of the classifier without transport, float32, and their metadata."""
 
 IMAGE_COUNT = 1797
 SPLIT_SEED = 20
@@ -63,7 +90,8 @@ def load_classifier(path: str | os.PathLike[str] = CHECKPOINT) -> FbtClassifier:
     """
     weights, metadata = _read(Path(path))
     try:
-        sizes = {field.name: float(metadata[field.name]) for field in fields(FbtConfig)}
+        known = {"transport_rank": "0"} | metadata  # the oldest checkpoint was written before there were transports
+        sizes = {field.name: float(known[field.name]) for field in fields(FbtConfig)}
         whole = {name: value if name == "temperature" else int(value) for name, value in sizes.items()}
         model = FbtClassifier(FbtConfig(**whole))  # type: ignore[arg-type]
         model.load_state_dict(weights)
@@ -95,8 +123,8 @@ def accuracy(
     return right / len(indices)
 
 
-def layer_tensors(model: FbtClassifier, indices: NDArray[np.int64], layer: int) -> LayerTensors:
-    """What the attention of one layer reads for some images, in float64.
+def layer_run(model: FbtClassifier, indices: NDArray[np.int64], layer: int) -> LayerRun:
+    """One layer at work on some images, in float64.
 
     Raises
     ------
@@ -111,7 +139,25 @@ def layer_tensors(model: FbtClassifier, indices: NDArray[np.int64], layer: int) 
         if not 0 <= index < IMAGE_COUNT:
             raise must("digits", "images", f"integers in 0..{IMAGE_COUNT - 1}", int(index))
     with torch.no_grad():
-        return model.with_tensors(digits().pixels[torch.from_numpy(indices)])[1][layer]
+        return model.run(digits().pixels[torch.from_numpy(indices)])[1][layer]
+
+
+def layer_tensors(model: FbtClassifier, indices: NDArray[np.int64], layer: int) -> LayerTensors:
+    """What the attention of one layer reads for some images, see :func:`layer_run`."""
+    return layer_run(model, indices, layer).tensors
+
+
+def layer_weights(block: FbtBlock) -> dict[str, Tensor]:
+    """Matrices, biases and norms of a layer, by the names of a workload."""
+    attention, first, second = block.attention, cast(nn.Linear, block.feed[0]), cast(nn.Linear, block.feed[2])
+    found: dict[str, Tensor] = {}
+    for part, weight, bias in zip("qkv", attention.qkv.weight.chunk(3), attention.qkv.bias.chunk(3), strict=True):
+        found |= {f"w_{part}": weight, f"b_{part}": bias}
+    found |= {"w_o": attention.output.weight, "b_o": attention.output.bias}
+    found |= {"mlp_in": first.weight, "b_mlp_in": first.bias, "mlp_out": second.weight, "b_mlp_out": second.bias}
+    for name, norm in (("ln_attn", block.attention_norm), ("ln_mlp", block.feed_norm)):
+        found[name] = torch.stack([norm.weight, norm.bias])
+    return {name: tensor.detach() for name, tensor in found.items()}
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -2,9 +2,11 @@
 
 A layer's MetricNet gives every token a factor C_t in the head's frame F, so that U_t = F C_t and the token's
 metric is I + U_t U_tᵀ. Attention is the softmax of negative geodesic distances with the curvature proxy
-[RA (15), (21), (23)]. Transport and preconditioned residuals are units of their own and take no part here.
+[RA (15), (21), (23)]. With a transport rank, two more nets give every token connection and torsion factors in each
+head, and the Cayley transport of the token is applied to what it attends to [RA §5.5-5.6]. Preconditioned residuals
+are a unit of their own and take no part here.
 
-Shapes: B images, H heads, L tokens, head width d, frame rank R, metric rank r.
+Shapes: B images, H heads, L tokens, head width d, frame rank R, metric rank r, transport rank r_T.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 
 from dtp.errors import must
 from dtp.reference.attention import symmetric_pack
+from dtp.reference.holonomy import Transport
+from dtp.workload import TransportKind
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 """attention_core(q, k, v, frame, metric_factor, curvature, tau) -> o.
@@ -25,10 +29,16 @@ AttentionCore = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]
 q, k, v and o are (B, H, L, d), frame is (H, d, R), metric_factor (B, H, L, R, r), curvature (B, H, L).
 """
 
+TORSION_GATE_START = 0.25
+"""γ before training; the paper recommends a small one."""
+
 
 @dataclass(frozen=True)
 class FbtConfig:
-    """Sizes of the classifier; all counts at least 1, ``model_width`` = ``heads`` × ``head_width``."""
+    """Sizes of the classifier; all counts at least 1, ``model_width`` = ``heads`` × ``head_width``.
+
+    ``transport_rank`` alone may be 0: no transport and no torsion.
+    """
 
     tokens: int = 64
     classes: int = 10
@@ -39,11 +49,13 @@ class FbtConfig:
     metric_rank: int = 3
     hidden_width: int = 128
     temperature: float = 11.3125
+    transport_rank: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1 and name != "temperature":
-                raise must("FbtConfig", name, "an integer of at least 1", value)
+            least = 0 if name == "transport_rank" else 1
+            if value < least and name != "temperature":
+                raise must("FbtConfig", name, f"an integer of at least {least}", value)
         if not self.temperature > 0:
             raise must("FbtConfig", "temperature", "above 0", self.temperature)
         if self.frame_rank > self.head_width:
@@ -66,6 +78,17 @@ class LayerTensors(NamedTuple):
     curvature: Tensor
 
 
+class LayerRun(NamedTuple):
+    """One layer at work: the state that it starts from (B, L, model), what its attention reads, its transports.
+
+    The transports are (B, H, L), None without a transport rank.
+    """
+
+    hidden: Tensor
+    tensors: LayerTensors
+    transport: Transport | None
+
+
 def geodesic_attention(
     q: Tensor,
     k: Tensor,
@@ -77,9 +100,18 @@ def geodesic_attention(
 ) -> Tensor:
     """The float attention core: softmax of geodesic scores times values, (B, H, L, d) [RA (15), (23)].
 
-    The metric terms are products in the frame's coordinates a = Fᵀq, b = Fᵀk:
-    (a−b)ᵀM(a−b) = aᵀMa − 2(Ma)·b + ⟨M, bbᵀ⟩, so that no (L, L, d) array is formed. Terms of the query alone
-    cancel in the softmax and are left out.
+    The metric terms are products in the frame's coordinates, see :func:`geodesic_logits`.
+    """
+    return torch.softmax(geodesic_logits(q, k, frame, metric_factor, curvature, tau), -1) @ v
+
+
+def geodesic_logits(
+    q: Tensor, k: Tensor, frame: Tensor, metric_factor: Tensor, curvature: Tensor, tau: float
+) -> Tensor:
+    """Geodesic scores up to a constant of the query, (B, H, L, L): what ``geodesic_attention`` takes the softmax of.
+
+    With a = Fᵀq, b = Fᵀk: (a−b)ᵀM(a−b) = aᵀMa − 2(Ma)·b + ⟨M, bbᵀ⟩, so that no (L, L, d) array is formed. Terms of
+    the query alone cancel in the softmax and are left out.
     """
     metric = metric_factor @ metric_factor.transpose(-1, -2)
     a, b = q @ frame, k @ frame
@@ -92,11 +124,11 @@ def geodesic_attention(
     key += [symmetric_pack(outer_b, doubled=False), symmetric_pack(metric, doubled=False)]
     bias = (k**2).sum(-1) + 0.5 * (b * metric_b).sum(-1) + curvature
     score = torch.cat(query, -1) @ torch.cat(key, -1).transpose(-1, -2) - bias.unsqueeze(-2)
-    return torch.softmax(score / tau, -1) @ v
+    return score / tau
 
 
 class FbtAttention(nn.Module):
-    """Projections, MetricNet [RA (19)] and geodesic attention of one layer; (B, L, model) in and out."""
+    """Projections, MetricNet [RA (19)], TorsionNet [RA (22)], connection and geodesic attention of one layer."""
 
     def __init__(self, config: FbtConfig) -> None:
         super().__init__()
@@ -104,13 +136,13 @@ class FbtAttention(nn.Module):
         width = config.model_width
         self.qkv = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
-        self.metric_net = nn.Sequential(
-            nn.Linear(width, width),
-            nn.SiLU(),
-            nn.Linear(width, config.heads * config.frame_rank * config.metric_rank),
-        )
+        self.metric_net = _token_net(width, config.heads * config.frame_rank * config.metric_rank)
         self.frame_seed = nn.Parameter(torch.randn(config.heads, config.head_width, config.frame_rank))
         self.curvature_beta = nn.Parameter(torch.zeros(config.heads))
+        if config.transport_rank:
+            factors = 2 * width * config.transport_rank
+            self.connection_net, self.torsion_net = _token_net(width, factors), _token_net(width, factors)
+            self.torsion_gate = nn.Parameter(torch.tensor(TORSION_GATE_START))
 
     def tensors(self, x: Tensor) -> LayerTensors:
         """Everything that the attention core reads, from normalised hidden states (B, L, model)."""
@@ -125,10 +157,26 @@ class FbtAttention(nn.Module):
         curvature = strength.view(1, -1, 1) * (factor**2).sum((-2, -1))
         return LayerTensors(q, k, v, frame, factor, curvature)
 
-    def mix(self, tensors: LayerTensors, core: AttentionCore) -> Tensor:
-        """Attention of ``tensors`` by ``core``, heads joined and projected, (B, L, model)."""
+    def transport(self, x: Tensor) -> Transport | None:
+        """Cayley transports (B, H, L) from normalised hidden states (B, L, model)."""
+        if not self.config.transport_rank:
+            return None
+        config = self.config
+        shape = (*x.shape[:2], 2, config.heads, config.head_width, config.transport_rank)
+        a, b = self.connection_net(x).view(shape).transpose(1, 3).unbind(2)
+        left, right = self.torsion_net(x).view(shape).transpose(1, 3).unbind(2)
+        return Transport(TransportKind.CAYLEY, a, b, left, right, self.torsion_gate)
+
+    def mix(self, tensors: LayerTensors, core: AttentionCore, transport: Transport | None = None) -> Tensor:
+        """Attention of ``tensors`` by ``core``, transported, heads joined and projected, (B, L, model)."""
         mixed = core(*tensors, self.config.temperature)
+        if transport is not None:
+            mixed = transport.apply(mixed)
         return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(2)))
+
+
+def _token_net(width: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, outputs))
 
 
 class FbtBlock(nn.Module):
@@ -144,11 +192,15 @@ class FbtBlock(nn.Module):
             nn.Linear(width, config.hidden_width), nn.GELU(), nn.Linear(config.hidden_width, width)
         )
 
-    def forward(self, x: Tensor, core: AttentionCore) -> tuple[Tensor, LayerTensors]:
-        """Hidden states (B, L, model) after the block, and what its attention read."""
-        tensors = self.attention.tensors(self.attention_norm(x))
-        x = x + self.attention.mix(tensors, core)
-        return x + self.feed(self.feed_norm(x)), tensors
+    def observe(self, x: Tensor) -> LayerRun:
+        """What the block's attention reads from hidden states (B, L, model)."""
+        normed = self.attention_norm(x)
+        return LayerRun(x, self.attention.tensors(normed), self.attention.transport(normed))
+
+    def finish(self, run: LayerRun, core: AttentionCore) -> Tensor:
+        """Hidden states (B, L, model) after the block that made ``run``."""
+        x = run.hidden + self.attention.mix(run.tensors, core, run.transport)
+        return cast(Tensor, x + self.feed(self.feed_norm(x)))
 
 
 class FbtClassifier(nn.Module):
@@ -175,12 +227,30 @@ class FbtClassifier(nn.Module):
         self, pixels: Tensor, attention_core: AttentionCore = geodesic_attention
     ) -> tuple[Tensor, list[LayerTensors]]:
         """Class scores as ``forward``, and what each layer's attention read."""
+        scores, runs = self.run(pixels, lambda _layer, _run: attention_core)
+        return scores, [run.tensors for run in runs]
+
+    def run(
+        self,
+        pixels: Tensor,
+        core_of: Callable[[int, LayerRun], AttentionCore] = lambda _layer, _run: geodesic_attention,
+        first: LayerRun | None = None,
+    ) -> tuple[Tensor, list[LayerRun]]:
+        """Class scores, and every layer at work.
+
+        Parameters
+        ----------
+        core_of : gives the attention core of a layer, from its number and what it is about to work on
+        first : the first layer of an earlier run on the same pixels, which no core changes
+        """
         x = pixels.unsqueeze(-1) * self.value + self.position
-        seen = []
-        for block in self.blocks:
-            x, tensors = block(x, attention_core)
-            seen.append(tensors)
-        return self.classify(self.norm(x).mean(-2)), seen
+        runs = []
+        for layer, module in enumerate(self.blocks):
+            block = cast(FbtBlock, module)
+            run = first if first is not None and layer == 0 else block.observe(x)
+            x = block.finish(run, core_of(layer, run))
+            runs.append(run)
+        return self.classify(self.norm(x).mean(-2)), runs
 
 
 class MetricLoss(NamedTuple):

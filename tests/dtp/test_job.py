@@ -255,9 +255,7 @@ def slow_pack(config: Config, job: Job, operands: dict[str, Any]) -> bytes:
                 pad()
             for word in range(width // c.segments):
                 for position in range(c.lift_tokens):
-                    put(
-                        at("queries", index * c.rows + position % c.rows, word * c.segments + position // c.rows)
-                    )
+                    put(at("queries", index * c.rows + position % c.rows, word * c.segments + position // c.rows))
             pad()
         elif kind == "k":
             if job.bias:

@@ -84,14 +84,17 @@ def test_queries_follow_the_formulas(name: str) -> None:
     a = q[:, :rank].astype(float)
     outer_real = np.einsum("li,lj->lij", a, a) / 2.0**p.outer_register_shift
     twice = triangle(2.0 - np.eye(rank)[None])
-    lifted_real = np.concatenate(
-        [
-            a * 2.0**p.vector_gain * job.lift_vector_scale,
-            triangle(metric_real) * twice * job.lift_metric_scale,
-            triangle(outer_real) * twice * job.lift_outer_scale,
-        ],
-        axis=1,
-    ) / 2.0**p.lifted_shift
+    lifted_real = (
+        np.concatenate(
+            [
+                a * 2.0**p.vector_gain * job.lift_vector_scale,
+                triangle(metric_real) * twice * job.lift_metric_scale,
+                triangle(outer_real) * twice * job.lift_outer_scale,
+            ],
+            axis=1,
+        )
+        / 2.0**p.lifted_shift
+    )
     # One rounding of the lane, and those of registers that it is made of, half a unit each.
     half_operand = float(1 << (config.operand_bits - 1))
     vector_slack = 0.5 + 0.5 * rank * half_operand / 2.0**p.vector_register_shift

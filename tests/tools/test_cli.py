@@ -255,6 +255,9 @@ def test_workload_that_does_not_fit(run: Run, workload: Path) -> None:
         (["--seed", "-1"], ["seed", "-1"]),
         (["--config", "tiny", "--block", "16"], ["block", "16"]),
         (["--config", "huge"], ["huge"]),
+        (["--transport-rank", "-2"], ["transport_rank", "-2"]),
+        (["--torsion"], ["torsion", "transport_rank"]),
+        (["--mlp-width", "x"], ["mlp-width", "x"]),
     ],
 )
 def test_bad_random_workload(run: Run, arguments: list[str], words: list[str]) -> None:
@@ -267,6 +270,8 @@ def test_bad_digits_and_minilm(run: Run) -> None:
     refused(run("workload", "digits", "-o", "w", "--images", "1,x"), "images", "1,x")
     refused(run("workload", "digits", "-o", "w", "--images", "1797"), "images", "1797")
     refused(run("workload", "digits", "-o", "w", "--layer", "2"), "layer", "2")
+    refused(run("workload", "digits", "-o", "w", "--model", "torsion"), "model", "torsion", "holonomy")
+    refused(run("workload", "digits", "-o", "w", "--images", "1,2", "--commutator"), "images", "[1, 2]")
     refused(run("workload", "minilm", "-o", "w", "--layers", "6"), "layers", "6")
     assert not list(Path().iterdir())
 
@@ -322,6 +327,21 @@ def test_generate_is_deterministic_in_another_process(run: Run, tmp_path: Path) 
     assert str(ROOT) not in Path("one/top.v").read_text()
     table = json.loads(Path("one.json").read_text())
     assert [file["name"] for file in table["files"]] == ["top.v", "manifest.json", "config.toml"]
+
+
+def test_workloads_with_transports_and_layers(run: Run) -> None:
+    status, out, _ = run(
+        "workload", "random", "-o", "w.safetensors", "--tokens", "24", "--width", "16", "--heads", "2",
+        "--transport-rank", "2", "--torsion", "--mlp-width", "20", "--json", "w.json",
+    )  # fmt: skip
+    assert status == 0 and "transports of 8 columns, layer of width 32" in out
+    loaded = Workload.load("w.safetensors")
+    assert loaded.torsion_gate == 0.25 and loaded.mlp_in is not None and loaded.mlp_in.shape == (20, 32)
+    assert json.loads(Path("w.json").read_text())["workload"]["transport_columns"] == 8
+    assert run("simulate", "tiny", "w.safetensors")[0] == 0
+    pytest.importorskip("torch")
+    status, out, _ = run("workload", "digits", "-o", "d.safetensors", "--model", "holonomy", "--commutator")
+    assert status == 0 and "transports of 8 columns, layer of width 64" in out
 
 
 def test_workload_then_simulate(run: Run) -> None:

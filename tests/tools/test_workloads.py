@@ -14,15 +14,18 @@ from dtp.errors import DtpError, MissingToolError
 from dtp.reference.attention import attention, keep_masks, masked_probabilities, scores, sqnr_db
 from dtp.reference.digits import (
     CHECKPOINT,
+    DigitModel,
     accuracy,
     checkpoint_metadata,
     digits,
+    layer_run,
     layer_tensors,
     load_classifier,
     split,
 )
 from dtp.reference.fbt import FbtConfig, geodesic_attention
-from dtp.workload import Mode, Workload
+from dtp.reference.holonomy import Transport, block_scores
+from dtp.workload import NORM_EPSILON, Activation, Mode, TransportKind, Workload
 from tools import train_digits, workloads
 from tools.workloads import PROSE, digits_workload, minilm_extract, minilm_workload, random_workload
 
@@ -31,6 +34,25 @@ def random(**changes: Any) -> Workload:
     given: dict[str, Any] = {"tokens": 70, "width": 16, "heads": 3, "mode": "riemannian", "kept": 0.5}
     given |= {"causal": True, "seed": 4, "block": 8}
     return random_workload(**(given | changes))
+
+
+def transport_of(workload: Workload) -> Transport:
+    names = ("connection_a", "connection_b", "torsion_l", "torsion_r")
+    factors = (torch.from_numpy(np.array(getattr(workload, name), dtype=np.float64)) for name in names)
+    assert workload.transport is not None
+    assert workload.torsion_gate is not None
+    return Transport(workload.transport, *factors, workload.torsion_gate)
+
+
+def check_projections(workload: Workload) -> None:
+    """q, k and v are the projections of the hidden state that stands beside them."""
+    given = {name: torch.from_numpy(array.astype(np.float64)) for name, array in workload.tensors().items()}
+    hidden, (gain, offset) = given["hidden"], given["ln_attn"]
+    epsilon = NORM_EPSILON if workload.norm_epsilon is None else workload.norm_epsilon
+    normed = torch.nn.functional.layer_norm(hidden, hidden.shape[-1:], gain, offset, epsilon)
+    for part in "qkv":
+        joined = normed @ given[f"w_{part}"].mT + given[f"b_{part}"]
+        assert torch.allclose(joined, given[part].transpose(0, 1).flatten(1), atol=1e-4), part
 
 
 def same(one: Workload, other: Workload) -> bool:
@@ -96,9 +118,39 @@ def test_ranks_groups_and_blend_are_taken() -> None:
     assert (workload.frame_rank, workload.metric_rank, workload.groups, workload.blend) == (2, 4, 3, 0.2)
 
 
+def test_what_stands_beside_leaves_the_attention_alone() -> None:
+    plain, carried = random(), random(transport_rank=2, torsion=True)
+    assert same(plain, carried.attention_only())
+    assert same(carried, random(transport_rank=2, torsion=True))
+    assert (carried.transport_columns, random(transport_rank=3).transport_columns) == (8, 6)
+    assert carried.torsion_gate == 0.25
+    assert random(transport_rank=1, transport="linear").transport is TransportKind.LINEAR
+    assert carried.connection_a is not None
+    assert np.linalg.norm(carried.connection_a, axis=2).mean() == pytest.approx(1, abs=0.05)
+
+
+def test_random_transports_come_in_runs() -> None:
+    """Loops between near tokens curve less than loops between far ones, so that a gate has something to find."""
+    workload = random(tokens=128, transport_rank=2, torsion=True, causal=False)
+    energies = block_scores(transport_of(workload), torch.from_numpy(workload.probes(2)).double(), 8)
+    place = torch.arange(16)
+    near = (place[:, None] - place).abs() <= 1
+    assert energies[:, near].mean() < 0.5 * energies[:, (place[:, None] - place).abs() > 5].mean()
+
+
+def test_a_random_layer_gives_the_attention_its_operands() -> None:
+    workload = random(mlp_width=24, heads=4, kv_heads=2)
+    assert (workload.model_width, workload.activation) == (64, Activation.GELU)
+    check_projections(workload)
+    assert workload.q.std() == pytest.approx(1, abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"transport_rank": -1}, r"transport_rank must be an integer of at least 0, not -1"),
+        ({"mlp_width": -1}, r"mlp_width must be an integer of at least 0, not -1"),
+        ({"torsion": True}, r"torsion must be off without a transport_rank, not True"),
         ({"tokens": 0}, r"tokens must be an integer of at least 1, not 0"),
         ({"frame_rank": 0}, r"frame_rank must be an integer of at least 1, not 0"),
         ({"frame_rank": 17}, r"frame_rank must be at most the width 16, not 17"),
@@ -204,6 +256,31 @@ def test_training_repeats() -> None:
     assert not torch.equal(one["position"], other["position"])
 
 
+def test_training_with_transports_repeats_and_has_its_losses() -> None:
+    sizes = FbtConfig(layers=1, hidden_width=16, transport_rank=1)
+    options = train_digits.TrainConfig(seed=3, epochs=1, batch=128)
+    curved = replace(options, holonomy_weight=1.0)
+    one, two, other = (train_digits.train(sizes, given).state_dict() for given in (options, options, curved))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    name = "blocks.0.attention.connection_net.2.weight"
+    assert not torch.equal(one[name], other[name])
+
+
+def test_the_transport_loss_is_cap_and_energy() -> None:
+    generator = torch.Generator().manual_seed(1)
+    factors = [torch.randn(4, 2, 9, 6, 1, generator=generator) for _ in range(4)]
+    transport = Transport(TransportKind.CAYLEY, *factors, 0.5)
+    strength = (transport.columns() ** 2).sum((-2, -1))
+    cap = (torch.relu(strength - 12) ** 2).mean()
+    assert cap > 0.1
+    options = train_digits.TrainConfig(factor_cap_weight=0.5)
+    assert torch.allclose(train_digits.transport_loss(transport, options, generator), 0.5 * cap)
+    options = replace(options, holonomy_weight=3.0, holonomy_images=2, factor_cap_weight=0.0)
+    got = train_digits.transport_loss(transport, options, torch.Generator().manual_seed(7))
+    probes = torch.randn(2, 1, 6, generator=torch.Generator().manual_seed(7))
+    assert torch.allclose(got, 3 * block_scores(transport[:2], probes, 9).mean())
+
+
 def test_training_measures_the_file_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "digits.safetensors"
     train_digits.main(["--out", str(path), "--epochs", "1", "--seed", "3"])
@@ -228,6 +305,63 @@ def test_moved_images_stay_images() -> None:
     assert 0.02 < (got - pixels).abs().mean() < 0.2
 
 
+@pytest.mark.parametrize("model", ["transport", "holonomy"])
+def test_the_models_with_transport_have_the_accuracy_that_they_claim(model: str) -> None:
+    path = DigitModel(model).path
+    metadata = checkpoint_metadata(path)
+    claimed = float(metadata["held_out_accuracy"])
+    assert accuracy(load_classifier(path), split()[1]) == claimed
+    assert claimed >= float(checkpoint_metadata(DigitModel.TRANSPORT.path)["held_out_accuracy"]) - 0.01
+    assert path.stat().st_size < 2_000_000
+    assert f"--model {model} " in metadata["command"]
+
+
+def test_the_holonomy_loss_lowers_the_energies_and_leaves_them_informative() -> None:
+    found = {}
+    for model in (DigitModel.TRANSPORT, DigitModel.HOLONOMY):
+        metadata = checkpoint_metadata(model.path)
+        summary = train_digits.holonomy_summary(load_classifier(model.path))
+        for layer in range(2):
+            name = f"layer{layer}_loop_energies"
+            quantiles = [float(part) for part in summary[name].split()]
+            assert quantiles == pytest.approx([float(part) for part in metadata[name].split()], rel=0.02)
+            least, low, median, high, _ = quantiles
+            assert 1e-4 < least < low < median < high < 4
+            assert high > 3 * low
+            found[model, layer] = median
+    for layer in range(2):
+        assert found[DigitModel.HOLONOMY, layer] < 0.4 * found[DigitModel.TRANSPORT, layer]
+
+
+def test_a_digits_workload_brings_transports_and_layer() -> None:
+    classifier = load_classifier(DigitModel.HOLONOMY.path)
+    workload = digits_workload([1700], 1, model="holonomy", commutator=True)
+    run = layer_run(classifier, np.array([1700]), 1)
+    assert run.transport is not None
+    assert workload.transport_columns == 8
+    probes = torch.from_numpy(workload.probes(2)).double()
+    with torch.no_grad():
+        expected = block_scores(run.transport, probes, 16)[0]
+    assert torch.allclose(block_scores(transport_of(workload), probes, 16), expected, atol=1e-5)
+    check_projections(workload)
+    assert torch.allclose(torch.from_numpy(workload.hidden.copy()).double(), run.hidden[0], atol=1e-5)  # type: ignore[union-attr]
+    assert workload.source == "digits: layer 1, images 1700, model holonomy"
+    assert digits_workload([1700], 1).transport is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "torsion"}, "model must be one of plain, transport, holonomy, not 'torsion'"),
+        ({"model": "transport"}, "images must be one image number with transports, which pair neighbouring heads, not"),
+        ({"commutator": True}, "images must be one image number with the commutator's hidden state, not"),
+    ],
+)
+def test_refused_digit_models(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DtpError, match=rf"^digits\.{message}"):
+        digits_workload([0, 1], 0, **change)
+
+
 # --------------------------------------------------------------------- MiniLM
 
 
@@ -246,6 +380,17 @@ def test_every_layer_and_text_becomes_heads() -> None:
     assert (both.heads, both.tokens, both.valid_length) == (144, 48, 48)
     second = minilm_workload(PROSE[1], layers=[3], tokens=48)
     assert np.allclose(both.q[72 + 36 : 72 + 48], second.q, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [0, 4])
+def test_a_minilm_workload_brings_its_layer(layer: int) -> None:
+    workload = minilm_workload(layers=[layer], tokens=24, commutator=True)
+    assert (workload.heads, workload.model_width, workload.norm_epsilon) == (12, 384, 1e-12)
+    check_projections(workload)
+    assert workload.mlp_in is not None
+    assert workload.mlp_in.shape == (1536, 384)
+    with pytest.raises(DtpError, match=r"minilm\.layers must be one layer and one text with the commutator's hidden"):
+        minilm_workload(layers=[0, 1], tokens=24, commutator=True)
 
 
 def test_a_short_text_is_padded() -> None:

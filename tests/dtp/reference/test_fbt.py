@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,14 +11,15 @@ import torch
 from dtp.errors import DtpError
 from dtp.reference.attention import direct_scores
 from dtp.reference.fbt import FbtClassifier, FbtConfig, LayerTensors, geodesic_attention, metric_loss
-from dtp.workload import Mode
+from dtp.workload import Mode, TransportKind
 
 SMALL = FbtConfig(tokens=9, heads=2, head_width=8, frame_rank=3, metric_rank=2, hidden_width=16)
+CARRIED = replace(SMALL, transport_rank=2)
 
 
-def model_and_images(seed: int) -> tuple[FbtClassifier, torch.Tensor]:
+def model_and_images(seed: int, sizes: FbtConfig = SMALL) -> tuple[FbtClassifier, torch.Tensor]:
     torch.manual_seed(seed)
-    return FbtClassifier(SMALL).double(), torch.rand(3, SMALL.tokens, dtype=torch.float64)
+    return FbtClassifier(sizes).double(), torch.rand(3, SMALL.tokens, dtype=torch.float64)
 
 
 def test_the_core_is_the_softmax_of_the_papers_scores() -> None:
@@ -71,13 +74,59 @@ def test_a_given_core_replaces_every_layers_attention() -> None:
         assert (silent - model(images)).abs().max() > 1e-3
 
 
-def test_every_parameter_gets_a_gradient() -> None:
-    model, images = model_and_images(4)
+@pytest.mark.parametrize("sizes", [SMALL, CARRIED])
+def test_every_parameter_gets_a_gradient(sizes: FbtConfig) -> None:
+    model, images = model_and_images(4, sizes)
     model(images).square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         if not name.endswith("qkv.bias"):  # a third of it, the bias of k, may cancel
             assert parameter.grad.abs().max() > 0, name
+
+
+def test_transports_carry_what_a_token_attends_to() -> None:
+    """A layer by hand: attention, P_i o_i by dense matrices, heads joined, projection, feed-forward."""
+    model, images = model_and_images(6, CARRIED)
+    with torch.no_grad():
+        _, runs = model.run(images)
+        run, block = runs[0], model.blocks[0]
+        transport = run.transport
+        assert transport is not None
+        assert transport.kind is TransportKind.CAYLEY
+        for factor in (transport.connection_a, transport.connection_b, transport.torsion_l, transport.torsion_r):
+            assert factor is not None
+            assert factor.shape == (3, 2, 9, 8, 2)
+        assert float(transport.torsion_gate) == 0.25
+        mixed = (transport.matrices() @ geodesic_attention(*run.tensors, SMALL.temperature).unsqueeze(-1)).squeeze(-1)
+        x = run.hidden + block.attention.output(mixed.transpose(1, 2).flatten(2))  # type: ignore[union-attr, operator]
+        x = x + block.feed(block.feed_norm(x))  # type: ignore[operator]
+        assert torch.allclose(runs[1].hidden, x, atol=1e-12)
+        one, other = transport[0, 1].generator(), transport[0, 0].generator()
+    assert (one - other).abs().max() > 0.01
+    assert (one[0] - one[1]).abs().max() > 0.01
+
+
+def test_a_core_is_chosen_by_layer_and_run() -> None:
+    model, images = model_and_images(7, CARRIED)
+    seen = []
+
+    def core_of(layer, run):  # type: ignore[no-untyped-def]
+        seen.append((layer, run.hidden))
+        return geodesic_attention if layer == 0 else (lambda q, *_: torch.zeros_like(q))
+
+    with torch.no_grad():
+        scores, runs = model.run(images, core_of)
+        assert [layer for layer, _ in seen] == [0, 1]
+        assert all(hidden is run.hidden for (_, hidden), run in zip(seen, runs, strict=True))
+        assert not torch.allclose(scores, model(images))
+        assert torch.equal(model.run(images)[0], model(images))
+
+
+def test_without_a_transport_rank_there_is_no_transport() -> None:
+    model, images = model_and_images(8)
+    with torch.no_grad():
+        assert all(run.transport is None for run in model.run(images)[1])
+    assert not [name for name, _ in model.named_parameters() if "connection" in name or "torsion" in name]
 
 
 def test_regularisers_equal_matrices_written_out() -> None:
@@ -105,6 +154,7 @@ def test_regularisers_equal_matrices_written_out() -> None:
     ("change", "message"),
     [
         ({"layers": 0}, "layers must be an integer of at least 1, not 0"),
+        ({"transport_rank": -1}, "transport_rank must be an integer of at least 0, not -1"),
         ({"temperature": 0.0}, "temperature must be above 0, not 0.0"),
         ({"frame_rank": 33}, "frame_rank must be at most head_width 32, not 33"),
     ],
