@@ -1,7 +1,7 @@
 """Accumulators of the MAC array: no legal input overflows the width that the configuration derives.
 
-The two uses of docs/tile.md, 2, as arithmetic with adversarial sums: a score (bias, plain and lifted passes) and P·V (any
-rescales, rounding against us every time), for the presets. Inductions; the bound that they carry is the configuration's.
+The two uses of docs/tile.md, 2, as arithmetic with adversarial sums: a score (bias, plain and lifted passes) and P·V
+(any rescales, each rounding against us). Inductions; the bound that they carry is the configuration's.
 """
 
 from __future__ import annotations

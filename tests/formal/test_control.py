@@ -1,7 +1,7 @@
 """No deadlock of gated control: with a ready sink, the next output comes within a bound, whatever was before.
 
-A skeleton of the path loader → field → pruner → walker → output with payloads of one bit and finite queues. Contracts: the
-loader takes one stream, in which the factors of a head come before its rows of operands, and sends each to its
+A skeleton of the path loader → field → pruner → walker → output with payloads of one bit and finite queues. Contracts:
+the loader takes one stream, in which the factors of a head come before its rows of operands, and sends each to its
 queue; the field makes all score rows of a head from its factors, one a cycle, each when there is room; the pruner holds
 two rows and answers each with a mask row; the walker waits for the mask and the operands of a row and gives one output.
 """
