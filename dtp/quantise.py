@@ -79,7 +79,13 @@ def quantise(config: Config, workload: Workload) -> tuple[Head, ...]:
         when the workload exceeds the configuration or its scores cannot be represented
     """
     _check_fit(config, workload)
-    return tuple(_quantise_head(config, workload, head) for head in range(workload.heads))
+    try:
+        return tuple(_quantise_head(config, workload, head) for head in range(workload.heads))
+    except OverflowError:
+        raise DtpError(
+            "Workload.temperature and the scales must be numbers whose squares double precision can hold: "
+            "bring them closer to 1"
+        ) from None
 
 
 def dequantised(workload: Workload, heads: Sequence[Head]) -> Workload:

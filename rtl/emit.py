@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from amaranth._toolchain.yosys import YosysError
 from amaranth.back import rtlil, verilog
 from amaranth.hdl import ClockDomain, ClockSignal, Elaboratable, Module, ResetSignal, Signal
 from amaranth.hdl._ir import PortDirection
 
 from dtp.config import Config
+from dtp.errors import DtpError
 from dtp.job import DESCRIPTOR_VERSION
 from dtp.normaliser import NormaliserParams
 from dtp.softmax import SoftmaxParams
@@ -107,7 +109,11 @@ def emit(config: Config, *, target: Target = Target.GENERIC) -> Emitted:
     The text names source files relative to the project, so that it does not depend on where that lies.
     """
     top = Top(config, target=target)
-    text = verilog.convert(top, name="top", ports=top.ports)
+    try:
+        text = verilog.convert(top, name="top", ports=top.ports)
+    except YosysError as error:  # such as a cache folder that cannot be written
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise DtpError(f"Verilog cannot be written, Yosys failed: {lines[-1] if lines else 'without a word'}") from None
     root = str(Path(__file__).resolve().parents[1])
     text = re.sub(re.escape(root) + r"/", "", text)
     text = re.sub(r'\(\* src = "[^"]*site-packages/', '(* src = "', text)

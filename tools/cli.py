@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,6 +72,8 @@ OutputFile = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; ``arguments`` stand in for those of the process."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminated)
     try:
         return _run(sys.argv[1:] if arguments is None else list(arguments))
     except KeyboardInterrupt:
@@ -87,6 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has gone; nothing may be written when the interpreter flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return CLOSED_PIPE
+
+
+def _terminated(number: int, _frame: object) -> None:
+    """Ends as an interrupt does, so that nothing half-written stays."""
+    raise SystemExit(128 + number)
 
 
 def _run(arguments: list[str]) -> int:

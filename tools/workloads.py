@@ -43,6 +43,10 @@ PROSE = (
 """Two paragraphs, each above 128 tokens, written for this project."""
 
 
+_MOST = 1 << 20
+"""Largest count of anything; no configuration can state a larger one."""
+
+
 def random_workload(
     *,
     tokens: int,
@@ -94,8 +98,8 @@ def random_workload(
     if mode.is_metric:
         counts |= {"frame_rank": frame_rank, "metric_rank": metric_rank}
     for name, value in counts.items():
-        if value < 1:
-            raise must("random_workload", name, "an integer of at least 1", value)
+        if not 1 <= value <= _MOST:
+            raise must("random_workload", name, f"an integer from 1 to {_MOST}", value)
     for name, value in {"transport_rank": transport_rank, "mlp_width": mlp_width}.items():
         if value < 0:
             raise must("random_workload", name, "an integer of at least 0", value)
@@ -109,6 +113,8 @@ def random_workload(
         raise must("random_workload", "kept", "a fraction in (0, 1]", kept)
     if kept < 1 and block is None:
         raise must("random_workload", "block", "given when kept is below 1", None)
+    if block is not None and not 1 <= block <= _MOST:
+        raise must("random_workload", "block", f"an integer from 1 to {_MOST}", block)
 
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((heads, tokens, width))

@@ -233,6 +233,15 @@ def test_scores_out_of_range_are_refused() -> None:
 # ---- accuracy ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("temperature", [1e200, 1e300])
+def test_temperature_whose_square_is_out_of_reach_is_refused(temperature: float) -> None:
+    workload = random_workload(
+        tokens=8, width=8, heads=1, mode=Mode.RIEMANNIAN, kept=1.0, causal=False, seed=1, block=None
+    )
+    with pytest.raises(DtpError, match=r"Workload\.temperature and the scales must be numbers whose squares"):
+        quantise(Config.load("tiny"), replace(workload, temperature=temperature))
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", Mode)
 def test_arithmetic_costs_little_beside_the_operands(mode: Mode, seed: int) -> None:
