@@ -227,8 +227,9 @@ def _group(config: Config, chunks: int, lift: bool, plain: bool) -> tuple[list[i
     count = chunks * config.pass_steps
     if lift:
         code = params.programs["lift_queries"].code
-        after, emits, _ = _execute(code, count - params.query_words, START_CYCLES, source)
-        return emits, after - 1, source.ready
+        after, emits, taken = _execute(code, count - params.query_words, START_CYCLES, source)
+        # The last word of a group is the last of its entry, even where that has room for more.
+        return emits, after - 1, taken + config.entry_beats if source.word else source.ready
     now, emits = CLAIM_CYCLES if plain else START_CYCLES, []
     for word in range(count):
         now = source.take_word(now, last=word == count - 1)

@@ -423,6 +423,18 @@ def test_timing(kind: str, name: str, tokens: int, width: int) -> None:
     assert_timing(config, packets, Bench(config, packets).run())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_timing_of_groups_that_fill_half_an_entry(kind: str) -> None:
+    """Fewer rows than segments: the last word of a group is not the last that its entry has room for."""
+    config = preset("tiny").changed(
+        name="half", rows=2, lanes=64, block=16, max_tokens=32, max_width=32, max_frame_rank=1, metric_rank=1,
+        lift_ports=2, query_groups=16, normaliser_lanes=1, input_bytes=8,
+    )  # fmt: skip
+    assert config.rows < config.segments and config.entry_words > config.pass_steps
+    packets = [packet(config, kind, tokens, width, seed=7) for tokens, width in ((10, 8), (3, 15), (20, 30))]
+    assert_timing(config, packets, Bench(config, packets).run())
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_timing_of_many_jobs(seed: int) -> None:
     """Jobs back to back, with slots and ring freed late and at random."""
