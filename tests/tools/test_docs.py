@@ -19,7 +19,7 @@ from tools.verbs import emitted
 
 README = (docs.ROOT / "README.md").read_text(encoding="utf-8")
 # Verbs that take minutes, or need packages that the tests do not have: their lines are only parsed.
-LONG = ("dtp fpga", "dtp demo", "dtp workload minilm", "dtp simulate ecp5-85k minilm.safetensors")
+LONG = ("dtp fpga", "dtp demo", "dtp workload minilm", "dtp simulate ecp5-85k build/minilm.safetensors")
 
 
 def test_generated_docs_are_current() -> None:
@@ -119,7 +119,7 @@ def test_commands_of_the_readme_work_as_printed(
             continue
         assert cli.main(arguments) == 0, f"{line}: {capsys.readouterr().err}"
     assert (tmp_path / "build" / "ecp5-85k" / "top.v").is_file()
-    assert (tmp_path / "tiny.vcd").is_file()
+    assert (tmp_path / "build" / "tiny.vcd").is_file()
 
 
 def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
