@@ -122,11 +122,18 @@ def test_commands_of_the_readme_work_as_printed(
     assert (tmp_path / "build" / "tiny.vcd").is_file()
 
 
-def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(example.splitlines()) <= 12
-    exec(compile(example, "README.md", "exec"), {})
+def test_the_examples_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "build").mkdir()
+    names: dict[str, object] = {}
+    first, second = re.findall(r"```python\n(.*?)```", README, re.DOTALL)  # the second goes on with the first's names
+    assert len(first.splitlines()) <= 12 and len(second.splitlines()) <= 12
+    exec(compile(first, "README.md", "exec"), names)
     assert capsys.readouterr().out == "(64, 16) True\n"
+    exec(compile(second, "README.md", "exec"), names)
+    assert cli.main(["simulate", "tiny", "build/own.safetensors"]) == 0
 
 
 def test_the_command_refreshes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
