@@ -136,7 +136,8 @@ def _gate(*, broken: bool) -> Proof:
     )
     proof = Proof()
     proof.m.submodules.dut = gate = AbortGate(config)
-    halted = proof.before(gate.halt, "halt")
+    halt = proof.before(gate.abort, "halt")  # what the tile's units are reset with
+    halted = proof.before(halt, "halted")
     payload = Value.cast(gate.from_normaliser.payload)
     proof.m.d.comb += [
         gate.abort.eq(proof.free(1, "abort")),
@@ -150,7 +151,7 @@ def _gate(*, broken: bool) -> Proof:
     if not broken:
         proof.assume(Mux(halted, ~gate.from_normaliser.valid, proof.waits(gate.from_normaliser, "result")))
     proof.sink(gate.o, "o")
-    proof.cover(proof.before(gate.halt & gate.o.valid & ~gate.o.ready, "held"))
+    proof.cover(proof.before(halt & gate.o.valid & ~gate.o.ready, "held"))
     return proof
 
 
