@@ -162,4 +162,4 @@ def test_sizes_fit_each_other(name: str) -> None:
     assert p.conversion_cycles <= config.block
     assert p.row_banks * p.reciprocal_rows % p.reciprocal_rows == 0
     assert set(p.latencies.values()) <= set(range(1, 64))
-    assert p.latency <= 8
+    assert p.latency <= 9

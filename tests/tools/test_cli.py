@@ -464,10 +464,16 @@ def test_interrupt_is_one_line_and_exit_130(run: Run, monkeypatch: pytest.Monkey
     refused(run("generate", "tiny", "-o", "out"), "interrupted", status=130)
 
 
-def test_interrupt_of_the_process(workload: Path, tmp_path: Path) -> None:
-    """Ctrl-C while the command works: one line, nothing half-written."""
+@pytest.mark.parametrize(
+    ("sent", "status", "said"),
+    [(signal.SIGINT, 130, "dtp: interrupted\n"), (signal.SIGTERM, 143, "")],
+    ids=["interrupt", "terminate"],
+)
+def test_end_of_the_process_from_outside(sent: signal.Signals, status: int, said: str, tmp_path: Path) -> None:
+    """Ctrl-C or a kill while the command works: at most one line, nothing half-written."""
     program = (
         "import signal, sys, rtl.emit\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
         "class Half:\n"
         "    def write(self, folder):\n"
         "        (folder / 'top.v').write_text('half')\n"
@@ -489,10 +495,13 @@ def test_interrupt_of_the_process(workload: Path, tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
         time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert err == "dtp: interrupted\n"
+        process.send_signal(sent)
+        try:
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == status
+    assert err == said
     assert not list(tmp_path.iterdir())
 
 
