@@ -34,7 +34,7 @@ def test_two_groups_and_a_status_by_hand() -> None:
     status = fast[-1] + P.status_gap + 1 + 2 * np.arange(P.status_beats)
     assert timing.beats.tolist() == [*slow, *fast, *status]
     assert timing.beat_records.tolist() == [0] * STEPS + [1] * STEPS + [2] * P.status_beats
-    assert timing.freed[0] == slow[-1] - P.issue_cycles + 1
+    assert timing.freed[0] == slow[-1] - P.issue_cycles + 2
     assert timing.freed[2] == status[-1] - P.issue_cycles + P.status_release_cycles
 
 
