@@ -19,11 +19,9 @@ from numpy.typing import ArrayLike, NDArray
 from dtp.errors import DtpError, must
 from dtp.fixed import Int
 from dtp.holonomy import LoopAccounts, LoopHeader
+from dtp.workload_fields import LoopField
 
-FIELDS: Final = (
-    "loop", "type", "kind", "convention", "source_token", "source_layer", "target_token", "target_layer", "head",
-    "probe",
-)  # fmt: skip
+FIELDS: Final = tuple(field.value for field in LoopField)
 """Columns of a program in a file."""
 
 
