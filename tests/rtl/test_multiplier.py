@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from amaranth.back import verilog
-from amaranth.hdl import Cat, Const, Module, Signal
+from amaranth.hdl import Cat, Const, Module, Signal, unsigned
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.sim import Simulator, TickTrigger
@@ -22,6 +22,7 @@ from amaranth.sim import Simulator, TickTrigger
 from dtp.array import MULTIPLIER_CYCLES, ArrayParams
 from dtp.errors import DtpError
 from rtl.array import MacArray
+from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import LATENCY, MultiplexedAdder, Multiplier, Selector, Target
 from sim.bench.toolchain import find_toolchain
 
@@ -143,6 +144,34 @@ class SelectorPair(wiring.Component):
         return m
 
 
+class MemoryPair(wiring.Component):
+    """Registered block memories, one of them in slices; ``i`` = enable, two addresses, low half of the word, which is
+    written twice; ``o`` = a word that was read, folded to its low half, and whether the slices' word differs (bit 63).
+    """
+
+    HALF, DEPTH = 26, 1024  # 52 bits: three blocks of 18
+
+    def __init__(self) -> None:
+        super().__init__({"i": In(64), "o": Out(64)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        words = []
+        for target in Target:
+            memory = BlockMemory(
+                m, target.value, unsigned(2 * self.HALF), self.DEPTH, registered=True, target=target
+            )
+            half = Signal(self.HALF, name=f"half_{target.value}")
+            m.d.comb += [
+                Cat(memory.write.en, memory.write.addr, memory.address, half).eq(self.i),
+                memory.write.data.eq(Cat(half, ~half)),
+            ]
+            words.append(memory.data)
+        low, high = words[0][: self.HALF], words[0][self.HALF :]
+        m.d.comb += self.o.eq(Cat(low & ~high, Const(0, 63 - self.HALF), words[0] != words[1]))
+        return m
+
+
 class ArrayPair(wiring.Component):
     """Two arrays under one hashed stimulus; ``o`` = 48 bits of the plain one's data, valid, and differs (bit 63)."""
 
@@ -187,6 +216,7 @@ PAIRS: dict[str, wiring.Component] = {
     "adder_5": AdderPair(5),
     "adder_20": AdderPair(20),
     "selector_2": SelectorPair(5, 2),
+    "memory": MemoryPair(),
     "selector_4": SelectorPair(5, 4),
     "selector_8": SelectorPair(5, 8),
     "array": ArrayPair(ArrayParams(rows=3, segments=2, block=8, acc_depth=12)),
@@ -344,6 +374,27 @@ def test_selector_cells_equal_plain_choice(run_pair: RunPair, count: int) -> Non
 def test_selector_of_an_odd_number_of_words_is_refused(count: int) -> None:
     with pytest.raises(DtpError, match=f"Selector.count must be a power of two from 2 on, not {count}"):
         Selector(4, count)
+
+
+def test_registered_memory_in_slices_equals_the_whole(run_pair: RunPair) -> None:
+    """A word in every slice is what the last write to its address left, two cycles after it is asked for."""
+    random = np.random.default_rng(5)
+    half, depth = MemoryPair.HALF, 8
+    written: dict[int, int] = {}
+    words, wanted = [], []
+    for n in range(600):
+        enable, at, value = n < depth or int(random.integers(2)), n % depth, int(random.integers(1 << half))
+        known = [place for place in written if place != at]
+        asked = int(random.choice(known)) if known else 0
+        wanted.append(written.get(asked, 0) if known else None)
+        words.append(_word([(int(enable), 1), (at, 10), (asked, 10), (value, half)]))
+        if enable:
+            written[at] = value
+    out = run_pair("memory", [*words, 0, 0])
+    seen = [(got, want) for got, want in zip(out[2:], wanted, strict=True) if want is not None]
+    assert len(seen) > 500
+    assert [got & ((1 << half) - 1) for got, _ in seen] == [want for _, want in seen]
+    assert not any(got >> 63 for got, _ in seen)
 
 
 def test_array_of_cells_equals_plain_array_seed_3(run_pair: RunPair) -> None:
