@@ -11,6 +11,7 @@ from dtp.config import Config
 from dtp.difference import DIFFERENCE_BITS, RATIO_BITS, DifferenceParams
 from dtp.matrix import STATE_BITS
 from rtl.lib.multiplier import Multiplier, Target
+from rtl.lib.reduce import choose, index_bits, sum_tree
 
 __all__ = ["DifferenceNorm", "DifferenceWordLayout", "EnergyLayout"]
 
@@ -113,8 +114,8 @@ class DifferenceNorm(wiring.Component):
             m.d.sync += operand.eq(
                 Mux(
                     second,
-                    _choose([references[n] for n in places], beat),
-                    _choose([differences[n] for n in places], beat),
+                    choose([references[n] for n in places], beat),
+                    choose([differences[n] for n in places], beat),
                 )
             )
             multiplier = Multiplier(DIFFERENCE_BITS, DIFFERENCE_BITS, target=self._target)
@@ -135,12 +136,12 @@ class DifferenceNorm(wiring.Component):
         reading, read_reference = Signal(), Signal()
         sums: list[Value] = []
         for row in range(p.beat_rows):
-            total = _tree(m, f"tree_{row}", squares[row :: p.beat_rows])
+            total = sum_tree(m, f"tree_{row}", squares[row :: p.beat_rows])
             memory = Memory(shape=unsigned(p.energy_bits), depth=2 * depth, init=[])
             m.submodules[f"sums_{row}"] = memory
             write, read = memory.write_port(), memory.read_port(domain="comb")
-            address = Cat(place[delay][: _bits(depth)], is_reference[delay])
-            read_address = Cat(read_place[_bits(p.beat_rows) :][: _bits(depth)], read_reference)
+            address = Cat(place[delay][: index_bits(depth)], is_reference[delay])
+            read_address = Cat(read_place[index_bits(p.beat_rows) :][: index_bits(depth)], read_reference)
             m.d.comb += [
                 read.addr.eq(Mux(reading, read_address, address)),
                 write.addr.eq(address),
@@ -149,7 +150,7 @@ class DifferenceNorm(wiring.Component):
             ]
             sums.append(read.data)
         chosen = Signal(p.energy_bits)
-        m.d.comb += chosen.eq(_choose(sums, read_place[: _bits(p.beat_rows)]))
+        m.d.comb += chosen.eq(choose(sums, read_place[: index_bits(p.beat_rows)]))
 
         # Rows out: both sums, then a bit of the quotient a cycle.
         record = self.o.payload
@@ -203,32 +204,7 @@ class DifferenceNorm(wiring.Component):
         return m
 
 
-def _choose(values: list[Value], index: Value) -> Value:
-    """A value by a number; as many values as a power of two."""
-    bit = 0
-    while len(values) > 1:
-        values = [Mux(index[bit], values[n + 1], values[n]) for n in range(0, len(values), 2)]
-        bit += 1
-    return values[0]
 
-
-def _tree(m: Module, name: str, values: list[Value]) -> Value:
-    """Sum of a power of two of unsigned values, one register a level."""
-    level = 0
-    while len(values) > 1:
-        sums: list[Value] = []
-        for n in range(0, len(values), 2):
-            total = values[n] + values[n + 1]
-            register = Signal(total.shape(), name=f"{name}_{level}_{n // 2}", reset_less=True)
-            m.d.sync += register.eq(total)
-            sums.append(register)
-        values, level = sums, level + 1
-    return values[0]
-
-
-def _bits(count: int) -> int:
-    """Bits of a number below ``count``, a power of two."""
-    return (count - 1).bit_length()
 
 
 def _line(m: Module, name: str, source: Value, cycles: int, *, reset_less: bool = True) -> list[Value]:

@@ -21,6 +21,7 @@ from dtp.transport import STATE_BITS
 from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import LATENCY, MultiplexedAdder, Multiplier, Target
+from rtl.lib.reduce import index_bits
 
 __all__ = ["BlockScoreLayout", "FieldJobLayout", "FieldWordLayout", "HolonomyField"]
 
@@ -145,7 +146,7 @@ class HolonomyField(wiring.Component):
 
         # Stage 1 to 2: operands. What is not asked for is 0, so that OR selects.
         u = [Signal(signed(p.u_bits), name=f"u_{n}", reset_less=True) for n in range(p.multipliers)]
-        chunk = load.step[: _bits(p.word_steps)]
+        chunk = load.step[: index_bits(p.word_steps)]
         words = data.View(data.ArrayLayout(p.multipliers * STATE_BITS, p.word_steps), self.i.payload.data.as_value())
         lanes = words[chunk] if p.word_steps > 1 else words.as_value()
         with m.If(load.filling):
@@ -179,7 +180,7 @@ class HolonomyField(wiring.Component):
         energy = self._accumulator(m, "energy", p.energy_bits, product_sum, word_line[n], start_line[n])
         total = self._accumulator(m, "gram_total", p.gram_bits, product_sum, gram_line[n], gram_first_line[n])
         energy_address = Signal(range(2 * p.max_blocks))
-        block_bits = _bits(p.max_blocks)
+        block_bits = index_bits(p.max_blocks)
         stored = Signal()
         m.d.comb += [
             stored.eq(word_line[n + 1] & end_line[n + 1]),
@@ -291,17 +292,17 @@ class _Load:
     def __init__(self, m: Module, unit: HolonomyField, final: Signal, free: Value) -> None:
         p = unit.params
         self.issue, self.block_end, self.head_end = Signal(), Signal(), Signal()
-        self.step = Signal(_bits(p.max_steps))
+        self.step = Signal(index_bits(p.max_steps))
         self.token = Signal(p.block_bits)
-        self.block = Signal(_bits(p.max_blocks))
+        self.block = Signal(index_bits(p.max_blocks))
         self.slot = Signal()
         self.filling = Signal()
         self.full, self.taken, self.stored = Signal(), Signal(), Signal()
         self.constants = constants = Signal.like(unit.job.payload, reset_less=True)
         self.tail = Signal(p.block_bits + 1, reset_less=True)
         loading, waiting, dropping = Signal(), Signal(), Signal()
-        tokens_left = Signal(_bits(p.max_tokens) + 1, reset_less=True)
-        self.last_step = last_step = Signal(_bits(p.max_steps), reset_less=True)
+        tokens_left = Signal(index_bits(p.max_tokens) + 1, reset_less=True)
+        self.last_step = last_step = Signal(index_bits(p.max_steps), reset_less=True)
 
         job = unit.job.payload
         refused = Signal()
@@ -319,7 +320,7 @@ class _Load:
                 dropping.eq(refused),
                 constants.eq(job),
                 tokens_left.eq(job.tokens),
-                last_step.eq(Cat(Const(0, _bits(p.word_steps)), job.words) - 1),
+                last_step.eq(Cat(Const(0, index_bits(p.word_steps)), job.words) - 1),
                 self.block.eq(0),
             ]
             with m.If(refused):
@@ -330,7 +331,7 @@ class _Load:
         m.d.comb += [
             turn.eq(loading & ~final & free),
             self.issue.eq(turn & (word.valid | self.filling)),
-            word_end.eq(self.step[: _bits(p.word_steps)].all() if p.word_steps > 1 else 1),
+            word_end.eq(self.step[: index_bits(p.word_steps)].all() if p.word_steps > 1 else 1),
             word.ready.eq(dropping | (turn & ~self.filling & word_end)),
             token_end.eq(self.step == last_step),
             self.head_end.eq(token_end & (tokens_left == 1)),
@@ -383,10 +384,10 @@ class _Score:
     def __init__(self, m: Module, params: FieldParams, load: _Load) -> None:
         p = self.params = params
         self._load = load
-        self.row = Signal(_bits(p.max_blocks), reset_less=True)
-        self.column = Signal(_bits(p.max_blocks), reset_less=True)
+        self.row = Signal(index_bits(p.max_blocks), reset_less=True)
+        self.column = Signal(index_bits(p.max_blocks), reset_less=True)
         self.slot = Signal(reset_less=True)
-        self.step = Signal(_bits(p.max_steps))
+        self.step = Signal(index_bits(p.max_steps))
         self.weight = Signal(range(p.weight_steps))
         self.gram_active, self.gram_last = Signal(), Signal()
         self.capped = Signal()
@@ -542,10 +543,6 @@ class _Score:
         with m.If(final):
             m.d.sync += self.capped.eq(over | self.numerator[NUMERATOR_SHIFT + SCALE_LIMIT_BITS :].any())
 
-
-def _bits(count: int) -> int:
-    """Bits of a number below ``count``, a power of two; 0 for 1."""
-    return (count - 1).bit_length()
 
 
 def _or(values: list[Value]) -> Value:

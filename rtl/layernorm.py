@@ -10,7 +10,9 @@ from amaranth.lib.wiring import In, Out
 from dtp.config import MANTISSA_BITS, REGISTER_BITS, TABLE_BITS, Config
 from dtp.layernorm import ALIGN_BITS, RSQRT, LayerNormParams, fraction_bits
 from dtp.matrix import STATE_BITS
+from rtl.lib.delay import delayed
 from rtl.lib.multiplier import Multiplier, Target
+from rtl.lib.reduce import choose, index_bits, sum_tree
 from rtl.lib.streams import StreamQueue
 from rtl.matrix import WordLayout
 
@@ -101,12 +103,13 @@ class LayerNorm(wiring.Component):
         # Operands and products. A line's stage n is n cycles after a beat's first cycle.
         issue = busy & ~second
         stages = p.element_cycles
-        valid = _line(m, "valid", issue, stages, reset_less=False)
-        normal = _line(m, "normal", normalising, stages)
-        starts = _line(m, "starts", first & (beat < depth), stages)
-        place = _line(m, "place", beat & (depth - 1), stages)
-        word_ends = _line(m, "word_end", issue & (beat == p.beats - 1), stages, reset_less=False)
-        ended = _line(m, "ended", issue & (beat == p.beats - 1) & (count == 0) & ~normalising, stages, reset_less=False)
+        valid = delayed(m, "valid", issue, stages, reset_less=False)
+        normal = delayed(m, "normal", normalising, stages)
+        starts = delayed(m, "starts", first & (beat < depth), stages)
+        place = delayed(m, "place", beat & (depth - 1), stages)
+        word_ends = delayed(m, "word_end", issue & (beat == p.beats - 1), stages, reset_less=False)
+        ends = issue & (beat == p.beats - 1) & (count == 0) & ~normalising
+        ended = delayed(m, "ended", ends, stages, reset_less=False)
 
         order = [(row, segment) for segment in range(c.segments) for row in range(c.rows)]
         aligned = [Signal(signed(REGISTER_BITS), name=f"aligned_{n}", reset_less=True) for n in range(p.lanes)]
@@ -115,7 +118,7 @@ class LayerNorm(wiring.Component):
         squares: list[Value] = []
         elements: list[Value] = []
         for lane in range(p.lanes):
-            chosen = _choose([held[row][segment] for row, segment in order[lane :: p.lanes]], beat)
+            chosen = choose([held[row][segment] for row, segment in order[lane :: p.lanes]], beat)
             a = Signal(signed(REGISTER_BITS), name=f"a_{lane}", reset_less=True)
             b = Signal(signed(REGISTER_BITS), name=f"b_{lane}", reset_less=True)
             with m.If(second):
@@ -126,7 +129,7 @@ class LayerNorm(wiring.Component):
             m.submodules[f"multiplier_{lane}"] = multiplier
             m.d.comb += [multiplier.a.eq(a), multiplier.a_enable.eq(1), multiplier.b.eq(b)]
             products.append(multiplier.o)
-            elements.append(_line(m, f"element_{lane}", a, 3)[3])
+            elements.append(delayed(m, f"element_{lane}", a, 3)[3])
             square = Signal(2 * STATE_BITS, name=f"square_{lane}", reset_less=True)
             m.d.sync += square.eq(multiplier.o)
             squares.append(square)
@@ -136,19 +139,19 @@ class LayerNorm(wiring.Component):
         totals: list[Value] = []
         norms: list[Value] = []
         reading, row_place = Signal(), Signal(range(max(2, c.rows)))
-        read_address = row_place[_bits(p.beat_rows) :][: _bits(depth)]
+        read_address = row_place[index_bits(p.beat_rows) :][: index_bits(depth)]
         for row in range(p.beat_rows):
             for name, values, width, sums in (
                 ("total", elements, p.total_bits, totals),
                 ("norm", squares, p.norm_bits, norms),
             ):
-                total = _tree(m, f"{name}_tree_{row}", values[row :: p.beat_rows])
+                total = sum_tree(m, f"{name}_tree_{row}", values[row :: p.beat_rows])
                 memory = Memory(shape=unsigned(width), depth=max(2, depth), init=[])
                 m.submodules[f"{name}s_{row}"] = memory
                 write, read = memory.write_port(), memory.read_port(domain="comb")
                 m.d.comb += [
-                    read.addr.eq(Mux(reading, read_address, place[added][: _bits(depth)])),
-                    write.addr.eq(place[added][: _bits(depth)]),
+                    read.addr.eq(Mux(reading, read_address, place[added][: index_bits(depth)])),
+                    write.addr.eq(place[added][: index_bits(depth)]),
                     write.en.eq(valid[added] & ~normal[added]),
                     write.data.eq((Mux(starts[added], 0, read.data.as_signed()) + total)[:width]),
                 ]
@@ -182,8 +185,8 @@ class LayerNorm(wiring.Component):
                 write.data.total.eq(total),
                 write.data.factor.eq(root),
                 write.data.exponent.eq(exponent),
-                write.en.eq(kept & (row_place[: _bits(p.beat_rows)] == row)),
-                read.addr.eq(place[p.row_cycle][: _bits(depth)]),
+                write.en.eq(kept & (row_place[: index_bits(p.beat_rows)] == row)),
+                read.addr.eq(place[p.row_cycle][: index_bits(depth)]),
             ]
             lane_rows.append(read.data)
         with m.FSM():
@@ -194,8 +197,8 @@ class LayerNorm(wiring.Component):
             with m.State("sums"):
                 m.d.comb += reading.eq(1)
                 m.d.sync += [
-                    total.eq(_choose(totals, row_place[: _bits(p.beat_rows)])),
-                    norm.eq(_choose(norms, row_place[: _bits(p.beat_rows)])),
+                    total.eq(choose(totals, row_place[: index_bits(p.beat_rows)])),
+                    norm.eq(choose(norms, row_place[: index_bits(p.beat_rows)])),
                     v.eq(0),
                     step.eq(0),
                     exponent.eq(p.variance_bits // 2 - 1),
@@ -245,8 +248,8 @@ class LayerNorm(wiring.Component):
         for lane in range(p.lanes):
             row = lane_rows[lane % p.beat_rows]
             here = p.row_cycle
-            exponents = _line(m, f"exponent_{lane}", row.exponent, 2)
-            factor = _line(m, f"row_factor_{lane}", row.factor, p.factor_cycle - here)[-1]
+            exponents = delayed(m, f"exponent_{lane}", row.exponent, 2)
+            factor = delayed(m, f"row_factor_{lane}", row.factor, p.factor_cycle - here)[-1]
             m.d.comb += factors[lane].eq(factor)
             t = Signal(signed(p.centred_bits), name=f"t_{lane}", reset_less=True)
             m.d.sync += t.eq(products[lane] - row.total)
@@ -269,7 +272,7 @@ class LayerNorm(wiring.Component):
             m.d.comb += early.eq(high.any() & ~high.all())
             limit = Cat((~exact[-1]).replicate(REGISTER_BITS - 1), exact[-1])
             m.d.sync += aligned[lane].eq(Mux(early, limit, exact[:REGISTER_BITS]).as_signed())
-            early_late = _line(m, f"early_late_{lane}", early, stages - p.factor_cycle + 1)[-1]
+            early_late = delayed(m, f"early_late_{lane}", early, stages - p.factor_cycle + 1)[-1]
 
             rounded = Signal(signed(2 * REGISTER_BITS - shift), name=f"rounded_{lane}", reset_less=True)
             m.d.sync += rounded.eq((products[lane] >> shift) + products[lane][shift - 1])
@@ -301,41 +304,3 @@ class LayerNorm(wiring.Component):
             value = Cat(Const(0, STATE_BITS - bits), queue.o.payload[n * bits : (n + 1) * bits])
             m.d.comb += self.o.payload[row_number][segment].eq(value.as_signed())
         return m
-
-
-def _choose(values: list[Value], index: Value) -> Value:
-    """A value by a number; as many values as a power of two."""
-    bit = 0
-    while len(values) > 1:
-        values = [Mux(index[bit], values[n + 1], values[n]) for n in range(0, len(values), 2)]
-        bit += 1
-    return values[0]
-
-
-def _tree(m: Module, name: str, values: list[Value]) -> Value:
-    """Sum of a power of two of values, one register a level."""
-    level = 0
-    while len(values) > 1:
-        sums: list[Value] = []
-        for n in range(0, len(values), 2):
-            total = values[n] + values[n + 1]
-            register = Signal(total.shape(), name=f"{name}_{level}_{n // 2}", reset_less=True)
-            m.d.sync += register.eq(total)
-            sums.append(register)
-        values, level = sums, level + 1
-    return values[0]
-
-
-def _bits(count: int) -> int:
-    """Bits of a number below ``count``, a power of two."""
-    return (count - 1).bit_length()
-
-
-def _line(m: Module, name: str, source: Value, cycles: int, *, reset_less: bool = True) -> list[Value]:
-    """``source`` and its delays by 1 … ``cycles`` cycles."""
-    taps: list[Value] = [source]
-    for cycle in range(1, cycles + 1):
-        tap = Signal(source.shape(), name=f"{name}_{cycle}", reset_less=reset_less)
-        m.d.sync += tap.eq(taps[-1])
-        taps.append(tap)
-    return taps

@@ -24,6 +24,7 @@ from dtp.matrix import (
 from rtl.array import MacArray, StepLayout
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Multiplier, Target
+from rtl.lib.reduce import choose, count_ones, index_bits
 from rtl.lib.streams import StreamQueue
 from rtl.operands import WriteLayout
 
@@ -62,7 +63,7 @@ class MatrixJobLayout(data.StructLayout):
                 "blocks": size,
                 "feed_gain": unsigned(FEED_GAIN_BITS),
                 "has_bias": unsigned(1),
-                "bias_base": unsigned(_bits(p.bias_words)),
+                "bias_base": unsigned(index_bits(p.bias_words)),
                 "shift": unsigned(ALIGN_SHIFT_BITS),
                 "scale": unsigned(MANTISSA_BITS),
                 "out_shift": unsigned(OUT_SHIFT_BITS),
@@ -116,13 +117,13 @@ class _PassLayout(data.StructLayout):
         super().__init__(
             {
                 "slot": unsigned(1),
-                "chunk": unsigned(_bits(p.max_blocks)),
+                "chunk": unsigned(index_bits(p.max_blocks)),
                 "blocks": unsigned(p.tile_blocks.bit_length()),
                 "is_first": unsigned(1),
                 "is_last": unsigned(1),
                 "ends_job": unsigned(1),
                 "has_bias": unsigned(1),
-                "bias_address": unsigned(_bits(p.bias_words)),
+                "bias_address": unsigned(index_bits(p.bias_words)),
                 "job": unsigned(_JOB_BITS),
             }
         )
@@ -202,7 +203,7 @@ class MatrixMode(wiring.Component):
         number = Signal(_JOB_BITS)
         m.d.comb += [oldest.eq(Mux(slot, jobs[1], jobs[0]))]
         tile_end = Signal()
-        chunks_less_one = Signal(_bits(p.max_blocks))
+        chunks_less_one = Signal(index_bits(p.max_blocks))
         blocks = Mux(left > p.tile_blocks, p.tile_blocks, left)
         m.d.comb += [
             now.slot.eq(slot),
@@ -238,7 +239,7 @@ class MatrixMode(wiring.Component):
         current, current_valid = Signal(_PassLayout(c)), Signal()
         started = Signal()
         step_issue, step_last, move, feed_issue, feeds_done = Signal(), Signal(), Signal(), Signal(), Signal()
-        feed_number = Signal(_bits(c.pass_steps) + 1)
+        feed_number = Signal(index_bits(c.pass_steps) + 1)
         feed_last = Signal()
         m.d.comb += [
             feed_issue.eq(fed_valid & ~feeds_done & (~current_valid | started | step_issue)),
@@ -275,7 +276,7 @@ class MatrixMode(wiring.Component):
                 current_valid.eq(1),
                 started.eq(0),
                 step_number.eq(0),
-                last_step.eq((fed.blocks << _bits(c.pass_steps)) - 1),
+                last_step.eq((fed.blocks << index_bits(c.pass_steps)) - 1),
                 bias_read.eq(fed.bias_address),
             ]
 
@@ -317,7 +318,7 @@ class MatrixMode(wiring.Component):
                 loading.eq(1),
                 number.eq(number + 1),
                 self._load_address.eq(0),
-                last_word.eq((self.job.payload.chunks << _bits(c.pass_steps)) - 1),
+                last_word.eq((self.job.payload.chunks << index_bits(c.pass_steps)) - 1),
                 self._load_gain.eq(self.job.payload.feed_gain),
             ]
             for n in range(2):
@@ -488,7 +489,7 @@ class MatrixMode(wiring.Component):
                 results.data[(n * p.lanes + lane) * acc_bits :][:acc_bits].as_signed() for n in range(p.word_beats)
             ]
             chosen = Signal(signed(acc_bits), name=f"chosen_{lane}", reset_less=True)
-            m.d.sync += chosen.eq(_choose(sums, beats[1]))
+            m.d.sync += chosen.eq(choose(sums, beats[1]))
             output, beyond = self._element(m, lane, chosen)
             m.d.comb += over[lane].eq(beyond & valid[p.beat_cycles])
             outputs.append(output)
@@ -608,7 +609,7 @@ class SaturationCounter(wiring.Component):
 
     def elaborate(self, platform: object) -> Module:
         m = Module()
-        total = self.count + _ones(self.flags)
+        total = self.count + count_ones(self.flags)
         with m.If(self.clear):
             m.d.sync += self.count.eq(0)
         with m.Elif(total[_COUNT_BITS:].any()):
@@ -670,26 +671,6 @@ def _clamp(m: Module, name: str, value: Value, bits: int) -> tuple[Value, Value]
     return Mux(beyond, limit, exact[:bits]).as_signed(), beyond
 
 
-def _choose(values: list[Value], index: Value) -> Value:
-    """A value by a number of exactly as many bits as it takes."""
-    bit = 0
-    while len(values) > 1:
-        values = [Mux(index[bit], values[n + 1], values[n]) for n in range(0, len(values), 2)]
-        bit += 1
-    return values[0]
-
-
-def _bits(count: int) -> int:
-    """Bits of a number below ``count``, a power of two."""
-    return (count - 1).bit_length()
-
-
-def _ones(value: Value) -> Value:
-    """How many bits are 1, as a tree."""
-    counts: list[Value] = [value[n] for n in range(len(value))]
-    while len(counts) > 1:
-        counts = [counts[n] + counts[n + 1] if n + 1 < len(counts) else counts[n] for n in range(0, len(counts), 2)]
-    return counts[0]
 
 
 class _Line:

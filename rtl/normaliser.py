@@ -12,8 +12,10 @@ from dtp.config import MANTISSA_BITS, REGISTER_BITS, TABLE_BITS, Config
 from dtp.job import STATUS_BYTES, STATUS_MAGIC, VERSION, StatusRecord
 from dtp.normaliser import COUNT_BITS, RECIPROCAL, NormaliserParams
 from rtl.layouts import RecordKind, RecordLayout
+from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import MultiplexedAdder, Multiplier, Target
+from rtl.lib.reduce import count_ones, index_bits
 from rtl.lib.streams import StreamQueue
 
 __all__ = ["Normaliser", "OutputLayout"]
@@ -89,7 +91,7 @@ class Normaliser(wiring.Component):
     def elaborate(self, platform: object) -> Module:
         m = Module()
         c, p = self.config, self.params
-        group_bits = _bits(p.reciprocal_groups)
+        group_bits = index_bits(p.reciprocal_groups)
 
         # Records. Tag, error and lift saturations of the one STATUS record that can wait lie beside the queue.
         waiting = data.StructLayout(
@@ -109,7 +111,7 @@ class Normaliser(wiring.Component):
             self.record.ready.eq(records.i.ready & may_push),
             records.i.valid.eq(self.record.valid & may_push),
             records.i.payload.kind.eq(record.kind),
-            records.i.payload.last_chunk.eq((record.steps >> _bits(c.pass_steps)) - 1),
+            records.i.payload.last_chunk.eq((record.steps >> index_bits(c.pass_steps)) - 1),
             records.i.payload.live_rows.eq(record.live_rows),
             push.eq(self.record.valid & self.record.ready),
         ]
@@ -126,7 +128,7 @@ class Normaliser(wiring.Component):
         m.d.comb += [is_data.eq(head.kind == RecordKind.DATA), is_status.eq(head.kind == RecordKind.STATUS)]
         entry = Signal(range(max(p.max_steps, p.status_words)))
         word = Signal(range(max(2, p.step_words)))
-        pass_bits = _bits(c.pass_steps)
+        pass_bits = index_bits(c.pass_steps)
         pass_end, chunk_end, status_end = Signal(), Signal(), Signal()
         fresh = Signal(init=1)  # the next word is the record's first
         slot, group = Signal(range(c.output_slots)), Signal(group_bits)
@@ -134,7 +136,7 @@ class Normaliser(wiring.Component):
         issue, word_last, record_last = Signal(), Signal(), Signal()
         m.d.comb += [
             pass_end.eq(entry[:pass_bits].all()),
-            chunk_end.eq(entry[pass_bits : _bits(p.max_steps)] == head.last_chunk),
+            chunk_end.eq(entry[pass_bits : index_bits(p.max_steps)] == head.last_chunk),
             status_end.eq(entry == p.status_words - 1),
             issue.eq(
                 records.o.valid
@@ -176,7 +178,7 @@ class Normaliser(wiring.Component):
         # Reciprocals.
         convert = _Converter(c)
         m.submodules.convert = convert
-        first = _line(m, "first", issue & fresh & is_data, 1 + c.registered_memories, reset_less=False)
+        first = delayed(m, "first", issue & fresh & is_data, 1 + c.registered_memories, reset_less=False)
         banks, group_scores = self._reciprocal_banks(m, convert, word, group, is_data, first[-1])
         m.d.comb += [
             convert.start.eq(self.group_valid),
@@ -191,10 +193,10 @@ class Normaliser(wiring.Component):
         user = Signal(c.rows)
         m.d.comb += user.eq(head.live_rows & (empty | ~is_data.replicate(c.rows)) & ~is_status.replicate(c.rows))
         stages = p.issue_cycles - 1
-        valid = _line(m, "valid", issue, stages, reset_less=False)
-        users = _line(m, "user", user, stages)
-        lasts = _line(m, "last", last, stages)
-        statuses = _line(m, "status", issue & is_status, p.product_cycles - 1, reset_less=False)
+        valid = delayed(m, "valid", issue, stages, reset_less=False)
+        users = delayed(m, "user", user, stages)
+        lasts = delayed(m, "last", last, stages)
+        statuses = delayed(m, "status", issue & is_status, p.product_cycles - 1, reset_less=False)
         m.d.comb += quiet.eq(~Cat(valid[1 : p.status_gap]).any())
 
         # Values: banks that are not asked for read a word that is always 0, so that OR selects.
@@ -222,9 +224,9 @@ class Normaliser(wiring.Component):
         status_now = statuses[p.product_cycles - 1]
         status_last = Signal()
         m.d.comb += status_last.eq(status_now & status_turn[-1])
-        ending = _line(m, "ending", issue & record_last & ~is_status, 2, reset_less=False)
+        ending = delayed(m, "ending", issue & record_last & ~is_status, 2, reset_less=False)
         empty_now = Signal(range(c.rows + 1), reset_less=True)
-        m.d.sync += empty_now.eq(_ones(users[1]))
+        m.d.sync += empty_now.eq(count_ones(users[1]))
         empty_rows = Signal(COUNT_BITS)
         with m.If(status_last):
             m.d.sync += empty_rows.eq(0)
@@ -234,7 +236,7 @@ class Normaliser(wiring.Component):
         # The last outputs are being counted when the first word of a status record is made.
         at_once = StatusRecord.offset("output_saturations") < p.word_bits // 8
         output_saturations, output_full = self._counter(
-            m, "output_saturations", _ones(over), status_last, at_once=at_once
+            m, "output_saturations", count_ones(over), status_last, at_once=at_once
         )
         fields = Cat(
             Const(STATUS_MAGIC, 16), Const(VERSION, 8), error, tag, empty_rows, score_saturations,
@@ -289,12 +291,12 @@ class Normaliser(wiring.Component):
         """What was read, in the register of the memory or one behind it."""
         if not self.config.registered_memories:
             return memory.data
-        return _line(m, f"{name}_read", Value.cast(memory.data), 1)[1]
+        return delayed(m, f"{name}_read", Value.cast(memory.data), 1)[1]
 
     def _values(self, m: Module, entry: Signal, slot: Signal, word: Signal) -> list[Value]:
         """Memory of the sums; the values of the word, ``product_cycles − 3`` after its issue."""
         c, p = self.config, self.params
-        entry_bits = _bits(p.max_steps)
+        entry_bits = index_bits(p.max_steps)
         depth = c.output_slots * p.max_steps
         steps = [self.i_data[n % c.rows][n // c.rows] for n in range(c.rows * c.segments)]
         bits = p.lanes * c.accumulator_bits
@@ -329,7 +331,7 @@ class Normaliser(wiring.Component):
         depth = 2 * (c.rows // p.row_banks) * p.reciprocal_groups
         word_rows = min(p.lanes, c.rows)
         parts = p.row_banks // word_rows
-        part, line = word[: _bits(parts)], word[_bits(parts) : _bits(c.rows // word_rows)]
+        part, line = word[: index_bits(parts)], word[index_bits(parts) : index_bits(c.rows // word_rows)]
         counted, scores = Signal(p.count_bits, reset_less=True), Signal(p.count_bits)
         with m.If(self.group_valid):
             m.d.sync += counted.eq(self.saturations)
@@ -340,13 +342,13 @@ class Normaliser(wiring.Component):
                 content.append(counted)
             memory = BlockMemory(m, f"reciprocals_{bank}", len(Cat(content)), depth)
             # Low and high bits of the number of the first row converted now: bank and word.
-            base = Cat(Const(0, _bits(p.reciprocal_rows)), convert.index)[: _bits(c.rows)]
+            base = Cat(Const(0, index_bits(p.reciprocal_rows)), convert.index)[: index_bits(c.rows)]
             unused = ~is_data | (part != bank // word_rows)
             m.d.comb += [
                 memory.write.en.eq(
-                    convert.valid & (base[: _bits(p.row_banks)] == bank - bank % p.reciprocal_rows)
+                    convert.valid & (base[: index_bits(p.row_banks)] == bank - bank % p.reciprocal_rows)
                 ),
-                memory.write.addr.eq(Cat(base[_bits(p.row_banks) :], convert.group)),
+                memory.write.addr.eq(Cat(base[index_bits(p.row_banks) :], convert.group)),
                 memory.write.data.eq(Cat(content)),
                 memory.address.eq(Cat(line, group, unused)),
             ]
@@ -362,7 +364,7 @@ class Normaliser(wiring.Component):
             m.d.sync += pair.eq(_or([data[:bits] for data in read[row::word_rows]]))
             pairs.append((pair[MANTISSA_BITS:], pair[:MANTISSA_BITS]))
         # Late enough for a status record just before the group to have cleared its counter.
-        return pairs, _line(m, "scores", scores, MULTIPLIER_CYCLES, reset_less=False)[-1]
+        return pairs, delayed(m, "scores", scores, MULTIPLIER_CYCLES, reset_less=False)[-1]
 
     def _product(self, m: Module, lane: int, value: Value, amount: Value, factor: Value) -> Value:
         """Aligned sum times reciprocal: the register behind the multiplier."""
@@ -382,8 +384,8 @@ class Normaliser(wiring.Component):
                 register = Signal(Shape.cast(shifted.shape()), name=f"shifted_{lane}", reset_less=True)
                 m.d.sync += register.eq(shifted)
                 shifted = register
-                amount = _line(m, f"amount_{lane}", amount, 1)[1]
-                factor = _line(m, f"factor_{lane}", factor, 1)[1]
+                amount = delayed(m, f"amount_{lane}", amount, 1)[1]
+                factor = delayed(m, f"factor_{lane}", factor, 1)[1]
         adder = MultiplexedAdder(REGISTER_BITS, target=self._target)
         m.submodules[f"rounder_{lane}"] = adder
         multiplier = Multiplier(REGISTER_BITS, MANTISSA_BITS + 1, target=self._target)
@@ -456,8 +458,8 @@ class _Converter(wiring.Component):
                 "start": In(1),
                 "denominators": In(data.ArrayLayout(unsigned(config.denominator_bits), config.rows)),
                 "valid": Out(1),
-                "index": Out(_bits(p.conversion_cycles)),
-                "group": Out(_bits(p.reciprocal_groups)),
+                "index": Out(index_bits(p.conversion_cycles)),
+                "group": Out(index_bits(p.reciprocal_groups)),
                 "factors": Out(data.ArrayLayout(unsigned(MANTISSA_BITS), p.reciprocal_rows)),
                 "amounts": Out(data.ArrayLayout(unsigned(p.amount_bits), p.reciprocal_rows)),
                 "done": Out(1),
@@ -470,14 +472,14 @@ class _Converter(wiring.Component):
         c, p = self.config, self.params
         # Rows pass the last places of the port; at ``start`` the first of them is as many cycles old.
         places = [self.denominators[n] for n in range(c.rows - p.reciprocal_rows, c.rows)]
-        rows = _line(m, "rows", Cat(places), p.conversion_cycles - 1)[-1]
-        turns = _line(m, "turn", self.start, p.conversion_cycles - 1, reset_less=False)
+        rows = delayed(m, "rows", Cat(places), p.conversion_cycles - 1)[-1]
+        turns = delayed(m, "turn", self.start, p.conversion_cycles - 1, reset_less=False)
 
         m.submodules.table = table = Memory(
             shape=unsigned(MANTISSA_BITS), depth=1 << TABLE_BITS, init=RECIPROCAL, attrs={"ram_style": "block"}
         )
         # Levels in two stages, the table, its result.
-        valid = _line(m, "valid", Cat(turns).any(), 3, reset_less=False)
+        valid = delayed(m, "valid", Cat(turns).any(), 3, reset_less=False)
         zeros: list[Value] = []
         for place in range(p.reciprocal_rows):
             chosen = rows[place * c.denominator_bits :][: c.denominator_bits]
@@ -497,7 +499,7 @@ class _Converter(wiring.Component):
                     register = Signal(len(searched), name=f"searched_{place}", reset_less=True)
                     m.d.sync += register.eq(searched)
                     searched = register
-                    amount = [_line(m, f"amount_{place}_{level + n}", bit, 1)[1] for n, bit in enumerate(amount)]
+                    amount = [delayed(m, f"amount_{place}_{level + n}", bit, 1)[1] for n, bit in enumerate(amount)]
             zero = Signal(name=f"zero_{place}", reset_less=True)
             m.d.sync += zero.eq(~searched[TABLE_BITS])
             read = table.read_port()
@@ -506,8 +508,8 @@ class _Converter(wiring.Component):
                 m.d.sync += self.factors[place].eq(0)
             with m.Else():
                 m.d.sync += self.factors[place].eq(read.data)
-            m.d.comb += self.amounts[place].eq(_line(m, f"amount_{place}", Cat(amount), 2)[2])
-            zeros.append(_line(m, f"empty_{place}", zero, 1)[1])
+            m.d.comb += self.amounts[place].eq(delayed(m, f"amount_{place}", Cat(amount), 2)[2])
+            zeros.append(delayed(m, f"empty_{place}", zero, 1)[1])
         empty = Signal(c.rows, reset_less=True)
         m.d.comb += [
             self.valid.eq(valid[3]),
@@ -530,10 +532,6 @@ class _Count:
             m.d.sync += self.value.eq(self.value + Cat(Const(1, 1), down.replicate(bits - 1)))
 
 
-def _bits(count: int) -> int:
-    """Bits of a number below ``count``, a power of two; 0 for 1."""
-    return (count - 1).bit_length()
-
 
 def _or(values: list[Value]) -> Value:
     while len(values) > 1:
@@ -543,21 +541,3 @@ def _or(values: list[Value]) -> Value:
 
 def _or_pair(values: list[Value]) -> Value:
     return values[0] if len(values) == 1 else values[0] | values[1]
-
-
-def _ones(value: Value) -> Value:
-    """How many bits are 1, as a tree."""
-    counts: list[Value] = [value[n] for n in range(len(value))]
-    while len(counts) > 1:
-        counts = [counts[n] + counts[n + 1] if n + 1 < len(counts) else counts[n] for n in range(0, len(counts), 2)]
-    return counts[0]
-
-
-def _line(m: Module, name: str, source: Value, cycles: int, *, reset_less: bool = True) -> list[Value]:
-    """``source`` and its delays by 1 … ``cycles`` cycles."""
-    taps: list[Value] = [source]
-    for cycle in range(1, cycles + 1):
-        tap = Signal(Shape.cast(source.shape()), name=f"{name}_{cycle}", reset_less=reset_less)
-        m.d.sync += tap.eq(taps[-1])
-        taps.append(tap)
-    return taps

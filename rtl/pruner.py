@@ -10,8 +10,10 @@ from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from dtp.pruner import ADDERS_A_STAGE, COUNT_BITS, Band, Gate, PrunerError, PrunerParams, Source
+from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import MultiplexedAdder, Target
+from rtl.lib.reduce import count_ones, index_bits
 
 __all__ = ["CommandLayout", "MaskLayout", "Pruner", "ReportLayout", "ScoreBeatLayout"]
 
@@ -145,9 +147,9 @@ class Pruner(wiring.Component):
                 m.d.sync += row.eq(row + 1)
 
         # The new score of a block, and what the gate says of it.
-        valid = _line(m, "valid", admit, p.aggregate_cycles + 1, reset_less=False)
-        place = _line(m, "place", Cat(column, row), p.aggregate_cycles + 1)
-        ends = _line(m, "row_last", row_last, p.aggregate_cycles + 1)
+        valid = delayed(m, "valid", admit, p.aggregate_cycles + 1, reset_less=False)
+        place = delayed(m, "place", Cat(column, row), p.aggregate_cycles + 1)
+        ends = delayed(m, "row_last", row_last, p.aggregate_cycles + 1)
         new, passed = self._score(m, scores, place, valid, refused)
         now = p.aggregate_cycles + 1
         legal = self._legal(m, begin, admit, row, column, row_last)
@@ -328,7 +330,7 @@ class Pruner(wiring.Component):
             return [stepped & c.step[n] for n in range(p.step_bits)] + [whole | (stepped & c.step[-1])]
 
         aggregated = self._blend(m, "aggregated", old, combined, p.step_bits, steps)
-        gates = _line(m, "gate", gate, p.blend_cycles(p.step_bits))
+        gates = delayed(m, "gate", gate, p.blend_cycles(p.step_bits))
 
         new, passed = Signal(p.score_bits, reset_less=True), Signal(reset_less=True)
         theta = Mux(gates[-1], c.theta_high, c.theta_low)
@@ -353,7 +355,7 @@ class Pruner(wiring.Component):
         width = p.score_bits + 2
         difference = Signal(signed(p.score_bits + 1), name=f"{name}_difference", reset_less=True)
         m.d.sync += difference.eq(new - old)
-        base = _line(m, f"{name}_base", old, 1)[1]
+        base = delayed(m, f"{name}_base", old, 1)[1]
         total: Value = Const(0, 1)
         for n in range(weight_bits):
             bits = weights(difference)
@@ -385,8 +387,8 @@ class Pruner(wiring.Component):
                 stage = Signal(Shape.cast(total.shape()), name=f"{name}_stage_{n}", reset_less=True)
                 m.d.sync += stage.eq(total)
                 total = stage
-                difference = _line(m, f"{name}_difference_{n}", difference, 1)[1].as_signed()
-                base = _line(m, f"{name}_base_{n}", base, 1)[1]
+                difference = delayed(m, f"{name}_difference_{n}", difference, 1)[1].as_signed()
+                base = delayed(m, f"{name}_base_{n}", base, 1)[1]
         return result
 
     def _legal(
@@ -411,10 +413,10 @@ class Pruner(wiring.Component):
         """Whether the head score, over the legal blocks so far, lies outside of the band."""
         p, c = self.params, self.command.payload
         now = p.aggregate_cycles + 1
-        counted = _line(m, "counted", legal, now)[now] & valid[now]
+        counted = delayed(m, "counted", legal, now)[now] & valid[now]
         above = Signal(signed(p.score_bits + 1), reset_less=True)
         below = Signal.like(above)
-        some = _line(m, "counted_valid", counted, 1, reset_less=False)[1]
+        some = delayed(m, "counted_valid", counted, 1, reset_less=False)[1]
         m.d.sync += [above.eq(new - c.band_low), below.eq(c.band_high - new)]
         above_sum = Signal(signed(p.sum_bits))
         below_sum = Signal(signed(p.sum_bits))
@@ -436,7 +438,7 @@ class Pruner(wiring.Component):
     ) -> list[Value]:
         """Scores of the rows that are inside: ``lanes`` of them at ``word`` of the row in ``buffer``."""
         p = self.params
-        lane_bits = _bits(p.lanes)
+        lane_bits = index_bits(p.lanes)
         column, row = place[: p.index_bits], place[p.index_bits :]
         keys: list[Value] = []
         for lane in range(p.lanes):
@@ -461,7 +463,7 @@ class Pruner(wiring.Component):
         Returns the row's mask, there with ``row_done``, kept and legal blocks of the head, and what clears the former.
         """
         p, c = self.params, self.command.payload
-        lane_bits = _bits(p.lanes)
+        lane_bits = index_bits(p.lanes)
         waiting = Signal()
         bisecting = Signal()
         ending = Signal()  # the passes that end a row
@@ -518,7 +520,7 @@ class Pruner(wiring.Component):
         some_left = Signal()
         decided = Signal()
         m.d.comb += [
-            rest_now.eq(rest - _ones(found)),
+            rest_now.eq(rest - count_ones(found)),
             some_left.eq(~rest_now[-1] & rest_now.any()),
             decided.eq(bisecting & tail),
         ]
@@ -537,7 +539,7 @@ class Pruner(wiring.Component):
         # Equal ones take places in their order.
         places = Signal(p.count_bits)
         equal = found & ~found_before
-        granted = [equal[lane] & (_ones(equal[:lane]) < places) for lane in range(p.lanes)]
+        granted = [equal[lane] & (count_ones(equal[:lane]) < places) for lane in range(p.lanes)]
         kept_now = Signal(p.lanes)
         m.d.comb += kept_now.eq(Cat(*granted) | found_before)
         with m.If(waiting):
@@ -546,7 +548,7 @@ class Pruner(wiring.Component):
             with m.If(decided & some_left):
                 m.d.sync += places.eq(rest_now)
         with m.Elif(~or_equal):
-            m.d.sync += places.eq(places - _ones(Cat(*granted)))
+            m.d.sync += places.eq(places - count_ones(Cat(*granted)))
 
         # The row; in the first of the last passes' cycles nothing is found yet.
         mask = Signal(p.max_blocks)
@@ -557,7 +559,7 @@ class Pruner(wiring.Component):
             with m.Elif(ending & ~or_equal & (word_before == n)):
                 m.d.sync += mask[n * p.lanes : (n + 1) * p.lanes].eq(kept_now)
         with m.If(ending & ~or_equal):
-            m.d.sync += kept_count.eq(_ones(kept_now))
+            m.d.sync += kept_count.eq(count_ones(kept_now))
         with m.Else():
             m.d.sync += kept_count.eq(0)
         kept = Signal(p.area_bits)
@@ -603,28 +605,3 @@ class _Count:
             m.d.sync += self.value.eq(self.value + 1)
         with m.Elif(self.down & ~self.up):
             m.d.sync += self.value.eq(self.value - 1)
-
-
-def _bits(count: int) -> int:
-    """Bits of a number below ``count``, a power of two; 0 for 1."""
-    return (count - 1).bit_length()
-
-
-def _ones(value: Value) -> Value:
-    """How many bits are 1, as a tree."""
-    counts: list[Value] = [value[n] for n in range(len(value))]
-    if not counts:
-        return Const(0, 1)
-    while len(counts) > 1:
-        counts = [counts[n] + counts[n + 1] if n + 1 < len(counts) else counts[n] for n in range(0, len(counts), 2)]
-    return counts[0]
-
-
-def _line(m: Module, name: str, source: Value, cycles: int, *, reset_less: bool = True) -> list[Value]:
-    """``source`` and its delays by 1 … ``cycles`` cycles."""
-    taps: list[Value] = [source]
-    for cycle in range(1, cycles + 1):
-        tap = Signal(Shape.cast(source.shape()), name=f"{name}_{cycle}", reset_less=reset_less)
-        m.d.sync += tap.eq(taps[-1])
-        taps.append(tap)
-    return taps

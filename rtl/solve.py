@@ -41,6 +41,7 @@ from dtp.transport import TransportParams
 from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Multiplier, Target
+from rtl.lib.reduce import index_bits
 
 __all__ = ["JobLayout", "SolveLane"]
 
@@ -175,7 +176,7 @@ class SolveLane(wiring.Component):
         running = [Signal(name=f"running_{n}") for n in range(THREADS)]
         buffers = [Signal(name=f"buffer_{n}", init=1) for n in range(THREADS)]
         programs = {program(mode, groups) for mode in MiddleMode for groups in range(1, p.max_groups + 1)}
-        counter_bits = _bits(sum(len(operations) for operations in programs))
+        counter_bits = index_bits(sum(len(operations) for operations in programs))
         counters = [Signal(counter_bits, name=f"counter_{n}", reset_less=True) for n in range(THREADS)]
         read, first, last = self._programs(m, counters[0])
         for n in range(1, THREADS):
@@ -309,7 +310,7 @@ class SolveLane(wiring.Component):
             ),
         ]
         with m.If(writing):
-            index, of_thread = constants[: _bits(CONSTANTS)], constants[_bits(CONSTANTS) : -1]
+            index, of_thread = constants[: index_bits(CONSTANTS)], constants[index_bits(CONSTANTS) : -1]
             m.d.sync += [store_address.eq(Cat(index, Const(0, _REGISTER - len(index)), of_thread))]
             pair = job.mode == MiddleMode.CAYLEY
             values = {
@@ -371,7 +372,7 @@ class SolveLane(wiring.Component):
         )
         read = memory.read_port()
         m.d.comb += read.addr.eq(address)
-        bits = _bits(depth)
+        bits = index_bits(depth)
         first, last = Signal(bits, reset_less=True), Signal(bits, reset_less=True)
         with m.Switch(Cat(job.last_group, job.mode)):
             for (mode, groups), (start, end) in ends.items():
@@ -553,8 +554,3 @@ class SolveLane(wiring.Component):
         ]
         with m.If(ends[3]):
             m.d.sync += formed.bit_select(places[2][6:], 1).eq(1)
-
-
-def _bits(count: int) -> int:
-    """Bits of a number below ``count``."""
-    return (count - 1).bit_length()
