@@ -7,6 +7,7 @@ the table of the docs derive from it. Order and arithmetic are those of ``docs/t
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -87,7 +88,10 @@ FLAGS = (
     Flag("lift", 1, "metric factors and lifted passes; needs bias"),
     Flag("causal", 2, "a key is kept for the queries that do not come before it"),
     Flag("masked", 3, "a block mask follows the descriptor"),
+    Flag("gated", 4, "mask rows of the gate are waited for; only where there is one"),
 )
+GATE_FLAGS = 1
+"""So many of the last flags are unknown to a tile without a gate."""
 
 SHIFT_BITS = {
     "score_shift": SHIFT_FIELD_BITS,
@@ -137,7 +141,7 @@ class Job:
     Parameters
     ----------
     tokens, valid_length, width: L, tokens that are not padding, d
-    bias, lift, causal, masked: flags
+    bias, lift, causal, masked, gated: flags
     tag: 16 bits that come back in the status record
     query_scale … bias_shift: numbers of the arithmetic, see :data:`FIELDS`
 
@@ -155,6 +159,7 @@ class Job:
     lift: bool = False
     causal: bool = False
     masked: bool = False
+    gated: bool = False
     query_scale: int = 0
     metric_scale: int = 0
     lift_vector_scale: int = 0
@@ -260,15 +265,16 @@ def descriptor_offset(name: str) -> int:
     return next(field.offset for field in FIELDS if field.name == name)
 
 
-def descriptor_error(config: Config, data: bytes) -> ErrorCode:
-    """What the processor says to 64 bytes taken as a descriptor."""
+def descriptor_error(config: Config, data: bytes, *, gated: bool = False) -> ErrorCode:
+    """What the processor, ``gated`` or not, says to 64 bytes taken as a descriptor."""
     n = unpack_descriptor(data)
     flags = n["flags"]
+    known = len(FLAGS) if gated else len(FLAGS) - GATE_FLAGS
     lift_alone = bool(flags >> _bit("lift") & 1) and not flags >> _bit("bias") & 1
     for code, wrong in (
         (ErrorCode.MAGIC, n["magic"] != MAGIC),
         (ErrorCode.VERSION, n["version"] != DESCRIPTOR_VERSION),
-        (ErrorCode.FLAGS, bool(flags >> len(FLAGS)) or lift_alone),
+        (ErrorCode.FLAGS, bool(flags >> known) or lift_alone),
         (ErrorCode.TOKENS, not 1 <= n["tokens"] <= config.max_tokens),
         (ErrorCode.VALID_LENGTH, not 1 <= n["valid_length"] <= n["tokens"]),
         (ErrorCode.WIDTH, not 1 <= n["width"] <= config.max_width),
@@ -283,17 +289,17 @@ def _bit(name: str) -> int:
     return next(flag.bit for flag in FLAGS if flag.name == name)
 
 
-def descriptor_table() -> str:
-    """The descriptor as a Markdown table."""
+def descriptor_table(fields: Sequence[Field] = FIELDS, flags: Sequence[Flag] = FLAGS) -> str:
+    """A descriptor as a Markdown table."""
     lines = ["| byte | field | meaning |", "|---|---|---|"]
-    for field in FIELDS:
+    for field in fields:
         last = field.offset + field.bytes - 1
         place = f"{field.offset}" if field.bytes == 1 else f"{field.offset}–{last}"
         kind = f"{'s' if field.signed else 'u'}{8 * field.bytes}"
         lines.append(f"| {place} | `{field.name}` {kind} | {field.meaning} |")
         if field.name == "flags":
             place = f"{field.offset}, bit"
-            lines += [f"| {place} {flag.bit} | `{flag.name}` | {flag.meaning} |" for flag in FLAGS]
+            lines += [f"| {place} {flag.bit} | `{flag.name}` | {flag.meaning} |" for flag in flags]
     return "\n".join(lines) + "\n"
 
 

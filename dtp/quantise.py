@@ -196,6 +196,7 @@ def _quantise_head(config: Config, workload: Workload, head: int) -> Head:
         lift=lift,
         causal=w.causal,
         masked=mask is not None,
+        gated=False,
         **numbers,
     )
     return Head(

@@ -8,9 +8,10 @@ from amaranth.lib.wiring import In, Out, connect, flipped
 
 from dtp.array import ArrayParams
 from dtp.config import Config
+from dtp.gated import RowError
 from dtp.job import STATUS_BYTES, ErrorCode, StatusRecord, descriptor_offset
 from rtl.array import MacArray
-from rtl.layouts import StepTag
+from rtl.layouts import RowLayout, StepTag
 from rtl.lib.multiplier import CopyRegister, Target
 from rtl.loader import Loader
 from rtl.normaliser import Normaliser, OutputLayout
@@ -44,23 +45,32 @@ class AttentionTile(wiring.Component):
     ----------
     config: the processor
     target: plain description or explicit ECP5 multipliers
+    gated: with a gate, whose mask rows a job can ask for (docs/gated.md)
 
     Members
     -------
     i: In(stream of :class:`InputLayout`)
     o: Out(stream of :class:`OutputLayout`)
     abort: In(1), drops all jobs; answered by one status record with error 255
+    gate, gate_bypass, gate_error: as of :class:`rtl.walker.Walker`, only if ``gated``
     """
 
-    def __init__(self, config: Config, *, target: Target = Target.GENERIC) -> None:
+    def __init__(self, config: Config, *, target: Target = Target.GENERIC, gated: bool = False) -> None:
         self.config = config
         self.target = target
+        self._gated = gated
+        gate = {
+            "gate": In(stream.Signature(RowLayout(config.max_blocks))),
+            "gate_bypass": In(1),
+            "gate_error": Out(RowError),
+        }
         super().__init__(
             {
                 "i": In(stream.Signature(InputLayout(config))),
                 "o": Out(stream.Signature(OutputLayout(config))),
                 "abort": In(1),
             }
+            | (gate if gated else {})
         )
 
     def elaborate(self, platform: object) -> Module:
@@ -68,8 +78,8 @@ class AttentionTile(wiring.Component):
         c = self.config
         params = array_params(c)
         units = {
-            "loader": (loader := Loader(c, target=self.target)),
-            "walker": (walker := Walker(c, params)),
+            "loader": (loader := Loader(c, target=self.target, gated=self._gated)),
+            "walker": (walker := Walker(c, params, gated=self._gated)),
             "operands": (operands := OperandMemories(c, params, target=self.target)),
             "array": (array := MacArray(params, target=self.target)),
             "softmax": (softmax := Softmax(c, target=self.target)),
@@ -86,6 +96,9 @@ class AttentionTile(wiring.Component):
         connect(m, gate.to_loader, loader.i)
         connect(m, normaliser.o, gate.from_normaliser)
         connect(m, gate.o, flipped(self.o))
+        if self._gated:
+            connect(m, flipped(self.gate), walker.gate)
+            m.d.comb += [walker.gate_bypass.eq(self.gate_bypass), self.gate_error.eq(walker.gate_error)]
 
         # Loader, walker, memories.
         m.d.comb += [

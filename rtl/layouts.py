@@ -16,6 +16,7 @@ __all__ = [
     "PassLayout",
     "RecordKind",
     "RecordLayout",
+    "RowLayout",
     "ScoreLayout",
     "StepControlLayout",
     "StepTag",
@@ -28,9 +29,9 @@ def _below(count: int) -> int:
 
 
 class JobLayout(data.StructLayout):
-    """What the walker needs of a job's descriptor; ``error`` is 0 for a job that runs."""
+    """What the walker needs of a job's descriptor; ``error`` is 0 for a job that runs, ``gated`` only with a gate."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, gated: bool = False) -> None:
         c = config
         super().__init__(
             {
@@ -47,7 +48,15 @@ class JobLayout(data.StructLayout):
                 "tag": unsigned(16),
                 "error": unsigned(8),
             }
+            | ({"gated": unsigned(1)} if gated else {})
         )
+
+
+class RowLayout(data.StructLayout):
+    """A row of the gate's mask; whether its head is skipped; whether it is the head's last."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__({"mask": unsigned(blocks), "skipped": unsigned(1), "last": unsigned(1)})
 
 
 class ItemLayout(data.StructLayout):

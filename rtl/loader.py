@@ -11,6 +11,7 @@ from dtp.job import (
     DESCRIPTOR_VERSION,
     FIELDS,
     FLAGS,
+    GATE_FLAGS,
     MAGIC,
     SHIFT_BITS,
     ErrorCode,
@@ -71,6 +72,7 @@ class Loader(wiring.Component):
     ----------
     config: the processor
     target: plain description or explicit ECP5 cells
+    gated: there is a gate whose mask rows a job can ask for
 
     Members
     -------
@@ -87,9 +89,10 @@ class Loader(wiring.Component):
     moving_write, lifted_write, bias_write, query_write: Out(:class:`~rtl.operands.WriteLayout`)
     """
 
-    def __init__(self, config: Config, *, target: Target = Target.GENERIC) -> None:
+    def __init__(self, config: Config, *, target: Target = Target.GENERIC, gated: bool = False) -> None:
         self.config = c = config
         self._target = target
+        self._gated = gated
         entries = c.max_chunks * c.pass_steps
         blocks = data.ArrayLayout(unsigned(c.max_blocks.bit_length()), 2)
         steps = data.ArrayLayout(unsigned(entries.bit_length()), 2)
@@ -97,7 +100,7 @@ class Loader(wiring.Component):
         super().__init__(
             {
                 "i": In(stream.Signature(beat)),
-                "jobs": Out(data.ArrayLayout(JobLayout(c), 2)),
+                "jobs": Out(data.ArrayLayout(JobLayout(c, gated=gated), 2)),
                 "job_valid": Out(2),
                 "job_done": Out(2),
                 "lift_saturations": Out(data.ArrayLayout(unsigned(COUNT_BITS), 2)),
@@ -398,7 +401,8 @@ class Loader(wiring.Component):
             job = self.jobs[n]
             with m.If(slot == n):
                 with m.If(begins):
-                    m.d.sync += [job[name].eq(flag[name]) for name in ("lift", "bias", "causal")]
+                    names = ("lift", "bias", "causal", "gated") if self._gated else ("lift", "bias", "causal")
+                    m.d.sync += [job[name].eq(flag[name]) for name in names]
                     m.d.sync += [
                         job[name].eq(fields[name])
                         for name in ("tokens", "valid_length", "score_shift", "lift_shift", "tag")
@@ -496,12 +500,13 @@ class Loader(wiring.Component):
         c = self.config
         flags = fields["flags"]
         flag = {one.name: flags[one.bit] for one in FLAGS}
+        known = len(FLAGS) if self._gated else len(FLAGS) - GATE_FLAGS
         tokens, valid, width = fields["tokens"], fields["valid_length"], fields["width"]
         faults: list[tuple[ErrorCode, Value]] = [
             (ErrorCode.CUT, cut),
             (ErrorCode.MAGIC, fields["magic"] != MAGIC),
             (ErrorCode.VERSION, fields["version"] != DESCRIPTOR_VERSION),
-            (ErrorCode.FLAGS, flags[len(FLAGS) :].any() | (flag["lift"] & ~flag["bias"])),
+            (ErrorCode.FLAGS, flags[known:].any() | (flag["lift"] & ~flag["bias"])),
             (ErrorCode.TOKENS, (tokens == 0) | (tokens > c.max_tokens)),
             (ErrorCode.VALID_LENGTH, (valid == 0) | (valid > tokens)),
             (ErrorCode.WIDTH, (width == 0) | (width > c.max_width)),

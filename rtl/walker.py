@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from amaranth.hdl import Cat, Module, Mux, Signal, Value, unsigned
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value, unsigned
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from dtp.array import ArrayParams
 from dtp.config import Config
+from dtp.gated import RowError
 from rtl.layouts import (
     FeedLayout,
     ItemLayout,
@@ -18,6 +19,7 @@ from rtl.layouts import (
     PassLayout,
     RecordKind,
     RecordLayout,
+    RowLayout,
     ScoreLayout,
     StepControlLayout,
 )
@@ -42,6 +44,7 @@ class Walker(wiring.Component):
     ----------
     config: the processor
     array: parameters of the array that is driven
+    gated: there is a gate. A gated job takes a row of its mask for each block row with queries that are not padding
 
     Members
     -------
@@ -58,16 +61,20 @@ class Walker(wiring.Component):
     record: Out(stream of :class:`RecordLayout`), what the normaliser has to emit, in order
     feed: Out(:class:`FeedLayout`), read address of a stationary operand
     step: Out(:class:`StepControlLayout`), read addresses and control of a step
+    gate: In(stream of :class:`RowLayout`), only if ``gated``
+    gate_bypass: In(1), only if ``gated``: no rows will come, a row that is waited for keeps every legal block
+    gate_error: Out(:class:`dtp.gated.RowError`), only if ``gated``, for one cycle
     """
 
-    def __init__(self, config: Config, array: ArrayParams) -> None:
+    def __init__(self, config: Config, array: ArrayParams, *, gated: bool = False) -> None:
         self.config = config
         self.array = array
+        self._gated = gated
         c = config
         entries = c.max_chunks * c.pass_steps
         super().__init__(
             {
-                "jobs": In(data.ArrayLayout(JobLayout(c), 2)),
+                "jobs": In(data.ArrayLayout(JobLayout(c, gated=gated), 2)),
                 "job_valid": In(2),
                 "job_done": In(2),
                 "lift_saturations": In(data.ArrayLayout(unsigned(16), 2)),
@@ -89,6 +96,15 @@ class Walker(wiring.Component):
                 "feed": Out(FeedLayout(c)),
                 "step": Out(StepControlLayout(c, array)),
             }
+            | (
+                {
+                    "gate": In(stream.Signature(RowLayout(c.max_blocks))),
+                    "gate_bypass": In(1),
+                    "gate_error": Out(RowError),
+                }
+                if gated
+                else {}
+            )
         )
 
     def elaborate(self, platform: object) -> Module:
@@ -275,6 +291,9 @@ class Walker(wiring.Component):
         after = Signal(c.max_blocks)
         none_found, none_after = Signal(), Signal()
 
+        in_job, in_row = Signal(), Signal()
+        kept, skipped, row_there, rows_left = self._gate_row(m, job, in_job, in_row, row_number[:turn], left)
+
         free = Signal()
         fills = Signal()
         head_loaded = Signal()
@@ -285,6 +304,7 @@ class Walker(wiring.Component):
 
         with m.FSM(name="items"):
             with m.State("job"):
+                m.d.comb += in_job.eq(1)
                 # The registers may still hold the end marker of the job before.
                 with m.If(free):
                     m.d.sync += [
@@ -304,6 +324,9 @@ class Walker(wiring.Component):
                         # A code with one of the low four bits refuses the job: ErrorCode.refuses.
                         with m.If(job.error[:4] != 0):
                             m.next = "end"
+                            if self._gated:
+                                with m.If(rows_left):
+                                    m.next = "surplus"
                         with m.Else():
                             m.next = "grow"
             with m.State("grow"):
@@ -314,11 +337,13 @@ class Walker(wiring.Component):
                     m.d.sync += row_number.eq(0)
                     m.next = "row"
             with m.State("row"):
-                m.next = "mask"
+                m.d.comb += in_row.eq(1)
+                with m.If(row_there):
+                    m.next = "mask"
             with m.State("mask"):
                 m.next = "legal"
             with m.State("legal"):
-                m.d.sync += [remaining.eq(Mux(left == 0, 0, mask_row & legal)), first.eq(1)]
+                m.d.sync += [remaining.eq(Mux(left == 0, 0, mask_row & legal & kept)), first.eq(1)]
                 m.next = "find"
             with m.State("find"):
                 m.d.sync += [
@@ -334,7 +359,7 @@ class Walker(wiring.Component):
                     m.d.sync += [
                         head_valid.eq(1),
                         head.block.eq(found),
-                        head.live_count.eq(Mux(left > c.rows, c.rows, left)),
+                        head.live_count.eq(Mux(skipped, 0, Mux(left > c.rows, c.rows, left))),
                         head.first.eq(first),
                         head.last.eq(none_after),
                         head.is_null.eq(none_found),
@@ -354,6 +379,9 @@ class Walker(wiring.Component):
                             m.d.sync += legal.eq(Cat(1, legal))
                         with m.If(row_number + 1 == job.groups):
                             m.next = "end"
+                            if self._gated:
+                                with m.If(rows_left):
+                                    m.next = "surplus"
                         with m.Else():
                             m.next = "row"
                     with m.Else():
@@ -362,7 +390,43 @@ class Walker(wiring.Component):
                 with m.If(free):
                     m.d.sync += [head_valid.eq(1), head.is_end.eq(1), head.is_null.eq(0), slot.eq(~slot)]
                     m.next = "job"
+            if self._gated:
+                with m.State("surplus"):
+                    m.d.comb += self.gate.ready.eq(1)
+                    with m.If(self.gate.valid & (job.error[:4] == 0)):
+                        m.d.comb += self.gate_error.eq(RowError.LONG)
+                    with m.If((self.gate.valid & self.gate.payload.last) | (~self.gate.valid & self.gate_bypass)):
+                        m.next = "end"
         return head, score, head_valid, head_taken, head_loaded
+
+    def _gate_row(
+        self, m: Module, job: data.View, in_job: Signal, in_row: Signal, turn: Value, left: Value
+    ) -> tuple[Value, Value, Value, Value]:
+        """What the gate keeps of the row, whether its head is skipped, whether the state ``row`` can be left, and
+        whether rows of the head may still come."""
+        c = self.config
+        if not self._gated:
+            return Const(-1, c.max_blocks), Const(0, 1), Const(1, 1), Const(0, 1)
+        kept, skipped, all_taken, bypassed = Signal(c.max_blocks), Signal(), Signal(), Signal()
+        there, waits = Signal(), Signal()
+        row = self.gate.payload
+        # Rows of padding have no row of the gate, the groups of a block row share one.
+        m.d.comb += [
+            waits.eq(in_row & job.gated & ~bypassed & (left != 0) & ((turn == 0) if len(turn) else 1)),
+            there.eq(~waits | all_taken | self.gate.valid | self.gate_bypass),
+            self.gate.ready.eq(waits & ~all_taken),
+        ]
+        with m.If(in_job):
+            m.d.sync += [kept.eq(-1), skipped.eq(0), all_taken.eq(0), bypassed.eq(0)]
+        with m.Elif(waits & (all_taken | self.gate.valid | self.gate_bypass)):
+            m.d.sync += [kept.eq(-1), skipped.eq(0)]
+            with m.If(all_taken):
+                m.d.comb += self.gate_error.eq(RowError.SHORT)
+            with m.Elif(self.gate.valid):
+                m.d.sync += [kept.eq(row.mask), skipped.eq(row.skipped), all_taken.eq(row.last)]
+            with m.Else():
+                m.d.sync += bypassed.eq(1)
+        return kept, skipped, there, job.gated & ~all_taken & ~bypassed
 
     def _feed(
         self,

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import dtp.workload
+from dtp import gated
 from dtp.config import PRESETS, Config
 from dtp.errors import DtpError, must
 from dtp.job import (
@@ -60,6 +61,21 @@ _ERROR_MEANINGS = {
 }
 
 
+_RUN_ERROR_MEANINGS = {
+    gated.GeometryError.NONE: ("", ""),
+    gated.GeometryError.MAGIC: ("wrong first two bytes", "refused"),
+    gated.GeometryError.VERSION: ("a version that this hardware does not know", "refused"),
+    gated.GeometryError.FLAGS: ("an unknown flag, neither source, or more columns than the engine has", "refused"),
+    gated.GeometryError.HEADS: ("none, or more than the table has room for", "refused"),
+    gated.GeometryError.TOKENS: ("none, or more than the longest gated head has", "refused"),
+    gated.GeometryError.WORDS: ("fewer words than the field needs, or more than the widest head has", "refused"),
+    gated.GeometryError.SHIFT: ("a shift beyond its shifter, or a negative unit", "refused"),
+    gated.GeometryError.CUT: ("tlast came in the descriptor", "refused"),
+    gated.GeometryError.EARLY_LAST: ("tlast came before the run's last beat", "missing beats were taken as 0"),
+    gated.GeometryError.LATE_LAST: ("tlast did not come with the run's last beat", "beats up to tlast were dropped"),
+}
+
+
 # ---- tables ------------------------------------------------------------------------------------------------
 
 
@@ -67,6 +83,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     lines += [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def run_errors_table() -> str:
+    """Codes of a run of the gate."""
+    rows = [(int(code), f"`{code.name}`", *_RUN_ERROR_MEANINGS[code]) for code in gated.GeometryError]
+    return _table(("code", "name", "meaning", "answer"), rows)
 
 
 def configurations() -> list[Config]:
@@ -287,6 +309,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "descriptor": descriptor_table,
     "status-record": status_table,
     "errors": errors_table,
+    "run-descriptor": lambda: descriptor_table(gated.FIELDS, gated.FLAGS),
+    "run-errors": run_errors_table,
     "output-order": output_order_table,
     "latencies": latencies_table,
     "ports": ports_table,
@@ -300,7 +324,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 """Generated parts of the docs by name."""
 
-PAGES = ("README.md", "docs/interface.md", "docs/workload.md", "docs/tile.md")
+PAGES = ("README.md", "docs/interface.md", "docs/workload.md", "docs/tile.md", "docs/gated.md")
 """Pages that may hold generated parts."""
 
 

@@ -10,8 +10,10 @@ from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from dtp.errors import must
+from rtl.lib.memory import BlockMemory
+from rtl.lib.multiplier import Target
 
-__all__ = ["RegisterSlice", "StreamQueue"]
+__all__ = ["BlockQueue", "RegisterSlice", "StreamQueue"]
 
 
 class RegisterSlice(wiring.Component):
@@ -105,4 +107,65 @@ class StreamQueue(wiring.Component):
             written.eq(written + write.en),
             taken.eq(taken + (self.o.valid & self.o.ready)),
         ]
+        return m
+
+
+class BlockQueue(wiring.Component):
+    """First in, first out, in block memory: latency :data:`LATENCY`, a payload every :data:`PERIOD` cycles.
+
+    ``i.ready`` is low while ``depth`` payloads wait behind the one that is offered; it does not depend on ``o.ready``.
+
+    Parameters
+    ----------
+    shape: of the payload
+    depth: payloads that can wait, a power of two from 2 to 4096
+    target: what the memory is for
+
+    Members
+    -------
+    i: In(stream)
+    o: Out(stream)
+    level: Out(range(depth + 1)), payloads behind the one that is offered
+    empty: Out(1), nothing is inside
+    """
+
+    LATENCY = 3
+    """From the cycle in which a payload is taken to the first in which it is offered."""
+    PERIOD = 2
+    """From the cycle in which a payload leaves to the one in which the next is offered."""
+
+    def __init__(self, shape: Any, depth: int, *, target: Target = Target.GENERIC) -> None:
+        if not 2 <= depth <= 4096 or depth & (depth - 1):
+            raise must("BlockQueue", "depth", "a power of two from 2 to 4096", depth)
+        self.depth = depth
+        self._target = target
+        super().__init__(
+            {
+                "i": In(stream.Signature(shape)),
+                "o": Out(stream.Signature(shape)),
+                "level": Out(range(depth + 1)),
+                "empty": Out(1),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        memory = BlockMemory(m, "queue", Shape.cast(self.i.payload.shape()), self.depth, target=self._target)
+        written, taken = Signal(range(2 * self.depth)), Signal(range(2 * self.depth))
+        reads, read = Signal(), Signal()
+        m.d.comb += [
+            self.level.eq((written - taken)[: len(written)]),
+            self.i.ready.eq(~self.level[-1]),
+            memory.write.en.eq(self.i.valid & self.i.ready),
+            memory.write.addr.eq(written),
+            memory.write.data.eq(self.i.payload),
+            memory.address.eq(taken),
+            self.empty.eq((written == taken) & ~read & ~self.o.valid),
+            reads.eq((written != taken) & ~read & (~self.o.valid | self.o.ready)),
+        ]
+        m.d.sync += [written.eq(written + memory.write.en), taken.eq(taken + reads), read.eq(reads)]
+        with m.If(read):
+            m.d.sync += [self.o.valid.eq(1), self.o.payload.eq(memory.data)]
+        with m.Elif(self.o.ready):
+            m.d.sync += self.o.valid.eq(0)
         return m

@@ -7,6 +7,7 @@ The component has ``i``: In(stream of {data, last}), ``o``: Out(stream of {data,
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,16 @@ class _Feeder:
         self.unread = len(beats) - next_beat + (held is not None)
 
 
-def run_amaranth(component: Any, job: StreamJob, *, waves: Path | None = None) -> StreamResult:
-    """Run a job on a component in Amaranth's simulator; ``waves`` names a VCD file to write.
+def run_amaranth(
+    component: Any,
+    job: StreamJob,
+    *,
+    waves: Path | None = None,
+    beside: Sequence[Callable[[Any], Awaitable[None]]] = (),
+) -> StreamResult:
+    """Run a job on a component in Amaranth's simulator.
+
+    ``waves`` names a VCD file to write; ``beside`` are test benches that drive the component's other ports.
 
     The result is not checked: ask :meth:`~sim.bench.stream.StreamResult.check`. Raises
     :class:`~dtp.errors.DtpError` when the component does not fit the job.
@@ -136,6 +145,8 @@ def run_amaranth(component: Any, job: StreamJob, *, waves: Path | None = None) -
     simulator = Simulator(module)
     simulator.add_clock(1e-8)
     simulator.add_testbench(feeder.run)
+    for bench in beside:
+        simulator.add_testbench(bench, background=True)
     with simulator.write_vcd(str(waves)) if waves is not None else nullcontext():
         simulator.run()
     count = len(feeder.out)

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from dtp.array import ArrayParams
 from dtp.attention import kept_blocks
 from dtp.config import Config
+from dtp.errors import must
 from dtp.fixed import Int
+from dtp.job import Job
 from dtp.normaliser import RecordKind
 from dtp.quantise import Head
 from dtp.softmax import SoftmaxParams
@@ -30,6 +33,8 @@ ITEM_CYCLES = 2
 """The walk's way from one item to the next of a row: the lowest block that is left, the item."""
 ROW_CYCLES = 5
 """Its way to a new row of the block mask: address, mask, its legal part, then as to any item."""
+GATE_CYCLES = 4
+"""From the cycle in which a row of the gate is taken to its first item."""
 SOURCE_CYCLES = 1
 """From the news that queries or probabilities are there to the cycle in which the walk can act on it."""
 OPERAND_CYCLES = 2
@@ -56,9 +61,24 @@ class Prediction:
     stalls: dict[str, int] = field(default_factory=dict)
 
 
-def predict(config: Config, heads: Sequence[Head]) -> Prediction:
-    """The run of all heads back to back."""
-    return _Walk(config, heads).run()
+class Rows(Protocol):
+    """The gate: mask rows of gated jobs, in order."""
+
+    def take(self, earliest: int) -> int:
+        """The cycle in which the next row is taken, ``earliest`` the first in which the walk would."""
+
+
+def predict(config: Config, heads: Sequence[Head], rows: Rows | None = None) -> Prediction:
+    """The run of all heads back to back; ``rows`` where jobs are gated.
+
+    Raises
+    ------
+    DtpError: a gated job without rows.
+    """
+    for head in heads:
+        if head.job.gated and rows is None:
+            raise must("predict", "rows", "given for gated jobs", None)
+    return _Walk(config, heads, rows).run()
 
 
 @dataclass
@@ -93,9 +113,10 @@ _STATE = ("head_free", "event", "taken", "moved", "first_step", "last_step", "sc
 class _Walk:
     """The three stages of :class:`rtl.walker.Walker`, in cycles. Names of members are cycles unless they count."""
 
-    def __init__(self, config: Config, heads: Sequence[Head]) -> None:
+    def __init__(self, config: Config, heads: Sequence[Head], rows: Rows | None) -> None:
         self.config = config
         self.heads = heads
+        self.rows = rows
         self.loader = LoaderModel(config, [head.job for head in heads])
         self.normaliser = NormaliserModel(config)
         self.softmax = SoftmaxParams(config)
@@ -136,6 +157,8 @@ class _Walk:
             items = [
                 _Item(group, block, place == 0, place == len(blocks) - 1) for place, block in enumerate(blocks)
             ] or [_Item(group, 0, True, True, null=True)]
+            if job.gated and self.rows is not None and self._opens_row(job, group):
+                ready = self.rows.take(ready - GATE_CYCLES) + GATE_CYCLES
             key = self._key(number, group, ready, items, pending, chunks, passes) if group else None
             if key in self.courses:
                 ready = self._repeat(self.courses[key], items, pending)
@@ -167,6 +190,11 @@ class _Walk:
         while pending:
             self._values(number, pending.popleft(), chunks)
         self._end(number)
+
+    def _opens_row(self, job: Job, group: int) -> bool:
+        """Whether a row group is the first of a block row with queries that are not padding."""
+        query = group * self.config.rows
+        return query % self.config.block == 0 and query < job.valid_length
 
     def _key(
         self,

@@ -12,7 +12,7 @@ from dtp.errors import must
 from dtp.fixed import Int
 from dtp.holonomy import FieldJob, FieldParams
 
-__all__ = ["FieldTiming", "field_timing"]
+__all__ = ["FieldCycles", "FieldStep", "FieldTiming", "field_timing"]
 
 
 @dataclass(frozen=True)
@@ -63,86 +63,91 @@ def field_timing(
     for name, value, length in (("job_cycles", job_from, len(jobs)), ("word_cycles", word_from, total)):
         if len(value) != length:
             raise must("field_timing", name, f"of length {length}", len(value))
-    run = _Run(params, jobs, job_from, word_from)
-    while not run.done:
-        run.cycle()
-    return FieldTiming(*(np.array(x, dtype=np.int64) for x in (run.job_taken, run.word_taken, run.score_taken)))
+    field, now = FieldCycles(params), 0
+    wanted = sum(len(score_shifts(job, params)) for job in jobs)
+    job_taken: list[int] = []
+    word_taken: list[int] = []
+    scores: list[int] = []
+    while len(scores) < wanted:
+        more = len(job_taken) < len(jobs) and now >= job_from[len(job_taken)]
+        word = len(word_taken) < total and now >= word_from[len(word_taken)]
+        step = field.step(jobs[len(job_taken)] if more else None, word)
+        job_taken += [now] * step.job_taken
+        word_taken += [now] * step.word_taken
+        scores += [] if step.score is None else [step.score]
+        now += 1
+    return FieldTiming(*(np.array(x, dtype=np.int64) for x in (job_taken, word_taken, scores)))
 
 
-class _Run:
-    def __init__(
-        self, params: FieldParams, jobs: Sequence[FieldJob], job_from: list[int], word_from: list[int]
-    ) -> None:
-        self._p, self._jobs, self._job_from, self._word_from = params, jobs, job_from, word_from
-        self._scores = sum(_count(job, params) for job in jobs)
+@dataclass(frozen=True)
+class FieldStep:
+    """One cycle at the ports of the field: what is taken, and the cycle of the score that is made now, if one is."""
+
+    job_taken: bool
+    word_taken: bool
+    score: int | None
+
+
+class FieldCycles:
+    """``HolonomyField`` without its numbers, cycle by cycle, as :class:`FieldTiming` says."""
+
+    def __init__(self, params: FieldParams) -> None:
+        self._p = params
         self._now = 0
-        self.job_taken: list[int] = []
-        self.word_taken: list[int] = []
-        self.score_taken: list[int] = []
         # Loading: steps left of the newest job, and the cycle from which its words are issued.
+        self._newest: FieldJob | None = None
         self._steps_left, self._words_from = 0, 0
+        self._job_free = 0
         # Handing over: the cycle in which the loaded head can go, and whether one waits.
         self._waiting, self._full_from = False, 0
-        # Scoring: number of the head, first cycle in which the next can begin, scores left with their shifts.
-        self._heads, self._free_from = 0, 0
+        # Scoring: the head, first cycle in which the next can begin, scores left with their shifts.
+        self._scored: FieldJob | None = None
+        self._free_from = 0
         self._shifts: list[int] = []
         self._start = self._gram_left = self._gram_done = 0
         self._gram_known = False
         self._last_taken = -1
 
-    @property
-    def done(self) -> bool:
-        return len(self.score_taken) == self._scores
-
-    def cycle(self) -> None:
+    def step(self, job: FieldJob | None, word_valid: bool) -> FieldStep:
+        """One cycle in which ``job``, if any, and a word are offered; scores are taken when they are."""
         p, now = self._p, self._now
         self._now += 1
+        job_taken = word_taken = False
+        score = None
         if self._waiting and now >= self._full_from and not self._shifts and now >= self._free_from:
             self._waiting = False
-            self._shifts = _shifts(self._jobs[self._heads], p)[::-1]
+            self._scored = self._newest
+            assert self._scored is not None
+            self._shifts = score_shifts(self._scored, p)[::-1]
             self._begin(now + 1)
             # A job can be taken from the next cycle on.
             self._job_free = now + 1
-        elif self._next_job(now):
-            job = self._jobs[len(self.job_taken)]
-            self.job_taken.append(now)
+        elif job is not None and not self._steps_left and not self._waiting and now >= self._job_free:
+            job_taken = True
+            self._newest = job
             self._steps_left, self._words_from = job.tokens * job.words * p.word_steps, now + 1
         if self._final(now):
             self._shifts.pop()
-            offered = now + p.result_cycles
-            self.score_taken.append(offered)
-            self._last_taken = offered
+            score = self._last_taken = now + p.result_cycles
             if self._shifts:
                 self._begin(now + 1)
             else:
-                self._heads += 1
                 self._free_from = now + 1
-        elif self._steps_left and now >= self._words_from and now >= self._word_from[len(self.word_taken)]:
+        elif self._steps_left and now >= self._words_from and word_valid:
             self._steps_left -= 1
-            if self._steps_left % p.word_steps == 0:
-                self.word_taken.append(now)
+            word_taken = self._steps_left % p.word_steps == 0
             if not self._steps_left:
                 self._waiting, self._full_from = True, now + p.product_cycles + 2
         elif self._gram_left and now >= self._start:
             self._gram_left -= 1
             if not self._gram_left:
                 self._gram_known, self._gram_done = True, now + p.product_cycles + 1
-
-    _job_free = 0
-
-    def _next_job(self, now: int) -> bool:
-        number = len(self.job_taken)
-        return (
-            number < len(self._jobs)
-            and not self._steps_left
-            and not self._waiting
-            and now >= self._job_free
-            and now >= self._job_from[number]
-        )
+        return FieldStep(job_taken, word_taken, score)
 
     def _begin(self, start: int) -> None:
+        assert self._scored is not None
         self._start, self._gram_known = start, False
-        self._gram_left = self._jobs[self._heads].words * self._p.word_steps
+        self._gram_left = self._scored.words * self._p.word_steps
 
     def _final(self, now: int) -> bool:
         if not self._shifts or not self._gram_known:
@@ -151,14 +156,10 @@ class _Run:
         return now >= difference + 1 + self._shifts[-1] and now > self._last_taken
 
 
-def _shifts(job: FieldJob, params: FieldParams) -> list[int]:
+def score_shifts(job: FieldJob, params: FieldParams) -> list[int]:
     """Shift of every score of a head, in order."""
     blocks = -(-job.tokens // params.block)
     last = blocks - 1
     return [
         job.shifts[(i == last) + (j == last)] for i in range(blocks) for j in range(i + 1 if job.causal else blocks)
     ]
-
-
-def _count(job: FieldJob, params: FieldParams) -> int:
-    return len(_shifts(job, params))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from dtp.fixed import Int
 from dtp.pruner import Gate, HeadCommand, PrunerError, PrunerParams
 
-__all__ = ["HeadTiming", "head_timing"]
+__all__ = ["HeadTiming", "RowDecisions", "head_timing"]
 
 _BUFFERS = 2
 
@@ -39,30 +40,56 @@ class HeadTiming:
     next_command: int
 
 
-def head_timing(params: PrunerParams, command: HeadCommand, start: int, *, sent: tuple[int, int]) -> HeadTiming:
+class RowDecisions:
+    """When the rows of a head are decided, as :class:`HeadTiming` says, for scores that come when they come."""
+
+    def __init__(self, params: PrunerParams, command: HeadCommand) -> None:
+        refused = command.error is not PrunerError.NONE
+        self._params = params
+        self._cycles = params.decide_cycles(command.blocks, budget=command.gate == Gate.BUDGET and not refused)
+        self.written: list[int] = []
+
+    @property
+    def first_score(self) -> int:
+        """First cycle in which the first score of the next row can be taken."""
+        row = len(self.written)
+        return self.written[row - _BUFFERS] + 1 if row >= _BUFFERS else 0
+
+    def add(self, accepted: int) -> None:
+        """The last score of the next row is taken in this cycle."""
+        begin = accepted + self._params.score_cycles
+        if self.written:
+            begin = max(begin, self.written[-1] + 1)
+        self.written.append(begin + self._cycles - 1)
+
+
+def head_timing(
+    params: PrunerParams,
+    command: HeadCommand,
+    start: int,
+    *,
+    sent: tuple[int, int],
+    accepted: Sequence[int] | None = None,
+) -> HeadTiming:
     """What the class docstring says, for a command that is looked at in cycle ``start``.
 
-    ``sent``: how many scores each source has for the head, holonomy first; 0 for one that is not named.
+    ``sent``: how many scores each source has for the head, holonomy first; 0 for one that is not named. ``accepted``:
+    cycle of each row's last score, where scores do not come one a cycle.
     """
     p = params
     error = command.error
     blocks = 0 if error is PrunerError.BLOCKS else command.blocks
     refused = error is not PrunerError.NONE
     banded = bool(command.band) and not refused
-    decide = p.decide_cycles(blocks, budget=command.gate == Gate.BUDGET and not refused) if blocks else 0
-    accepted: list[int] = []
-    written: list[int] = []
+    decisions = RowDecisions(p, command)
+    written = decisions.written
+    taken_at: list[int] = []
     free = start + 1  # cycle in which the next score can be taken
     for row in range(blocks):
-        first = free
-        if row >= _BUFFERS:
-            first = max(first, written[row - _BUFFERS] + 1)
-        accepted.append(first + blocks - 1)
-        free = accepted[-1] + 1
-        begin = accepted[-1] + p.score_cycles
-        if written:
-            begin = max(begin, written[-1] + 1)
-        written.append(begin + decide - 1)
+        last = max(free, decisions.first_score) + blocks - 1 if accepted is None else accepted[row]
+        taken_at.append(last)
+        free = last + 1
+        decisions.add(last)
     # Scores that were not taken with the rows are dropped, each source by itself.
     used = 0 if refused else blocks * blocks
     dropped = free + max(0, *(count - used for count in sent))
@@ -74,7 +101,7 @@ def head_timing(params: PrunerParams, command: HeadCommand, start: int, *, sent:
         taken = rows[-1]
     report = max(dropped, (rows[-1] if rows else start) + 1) + 1
     return HeadTiming(
-        accepted=np.array(accepted, dtype=np.int64),
+        accepted=np.array(taken_at, dtype=np.int64),
         rows=np.array(rows, dtype=np.int64),
         report=report,
         next_command=report + 2,

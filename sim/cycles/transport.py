@@ -91,6 +91,11 @@ class TransportCycles:
         self._gram_end = -1
         self._gram_begun = 0
 
+    @property
+    def offers(self) -> bool:
+        """Whether a word is offered in the next cycle to be stepped."""
+        return bool(self._queue) and self._queue[0] <= self.cycle
+
     def step(self, factor_valid: bool, state_valid: bool, o_ready: bool) -> CoreStep:
         """One cycle with these inputs offered and this sink; what the core shows in it."""
         p, job, now = self._params, self._job, self.cycle
@@ -106,7 +111,7 @@ class TransportCycles:
             arrived.append(valid and ready[n] and self._taken[n] % self._token_words[n] == 0)
 
         # Outputs.
-        offered = bool(self._queue) and self._queue[0] <= now
+        offered = self.offers
         last = offered and (self._out + 1) % self._token_outputs == 0
         gone = offered and o_ready
         if gone:

@@ -172,6 +172,15 @@ def test_descriptor_error(changes: dict[str, int], code: ErrorCode) -> None:
     assert code.refuses == (code != ErrorCode.NONE)
 
 
+def test_a_gated_job_needs_a_gate() -> None:
+    data = Job(**GOOD | {"gated": True}).descriptor()
+    assert Job.from_descriptor(data).gated
+    assert descriptor_error(CONFIGS["tiny"], data, gated=True) is ErrorCode.NONE
+    assert descriptor_error(CONFIGS["tiny"], data) is ErrorCode.FLAGS
+    unknown = data[:3] + bytes([data[3] | 0x20]) + data[4:]
+    assert descriptor_error(CONFIGS["tiny"], unknown, gated=True) is ErrorCode.FLAGS
+
+
 def test_errors_of_the_stream_do_not_refuse() -> None:
     assert not ErrorCode.EARLY_LAST.refuses and not ErrorCode.LATE_LAST.refuses
     assert ErrorCode.CUT.refuses
@@ -181,8 +190,8 @@ def test_from_descriptor_refuses() -> None:
     data = Job(**GOOD).descriptor()
     with pytest.raises(DtpError, match=r"^Job\.magic must be 0x4454, not '0x4400'$"):
         Job.from_descriptor(b"\0" + data[1:])
-    with pytest.raises(DtpError, match=r"^Job\.flags must be below 16, not 16$"):
-        Job.from_descriptor(data[:3] + b"\x10" + data[4:])
+    with pytest.raises(DtpError, match=r"^Job\.flags must be below 32, not 32$"):
+        Job.from_descriptor(data[:3] + b"\x20" + data[4:])
     with pytest.raises(DtpError, match=r"^descriptor\.length must be 64 bytes, not 63$"):
         Job.from_descriptor(data[:63])
 

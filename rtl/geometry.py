@@ -1,0 +1,506 @@
+"""The geometry side of gated attention: runs of transports and tables in, rows of the block mask out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value, unsigned
+from amaranth.lib import data, enum, stream, wiring
+from amaranth.lib.wiring import In, Out
+
+from dtp.config import Config
+from dtp.gated import FIELDS, FLAGS, MAGIC, MAX_HEADS, ROW_QUEUE, VERSION, GatedParams, GeometryError
+from dtp.holonomy import CASES, SHIFT_LIMIT, FieldError
+from dtp.pruner import PrunerError, PrunerParams
+from dtp.solve import MiddleMode
+from dtp.transport import STATE_BITS
+from rtl.attention import InputLayout
+from rtl.holonomy import HolonomyField
+from rtl.layouts import RowLayout
+from rtl.lib.memory import BlockMemory
+from rtl.lib.multiplier import Target
+from rtl.lib.streams import BlockQueue, RegisterSlice
+from rtl.pruner import CommandLayout, Pruner, ScoreBeatLayout
+from rtl.transport import TransportCore
+
+__all__ = ["Geometry", "SettingsLayout"]
+
+_SETTINGS = (
+    "fresh", "weight", "maximum", "step", "gate", "theta_low", "theta_high", "budget", "band", "band_low", "band_high",
+)  # fmt: skip
+_COUNT_BITS = 16
+
+
+class SettingsLayout(data.StructLayout):
+    """What a register says of every head, fields of :class:`dtp.pruner.HeadCommand`."""
+
+    def __init__(self, params: PrunerParams) -> None:
+        command = CommandLayout(params)
+        super().__init__({name: command[name].shape for name in _SETTINGS})
+
+
+class State(enum.Enum, shape=4):  # type: ignore[call-arg]
+    """What comes next on the input."""
+
+    DESCRIPTOR = 0
+    CHECK = 1
+    START = 2
+    TABLE = 3
+    PROBE = 4
+    FACTORS = 5
+    PASS = 6
+    DROP = 7
+
+
+@dataclass(frozen=True)
+class _Counter:
+    """Places of a stream of passes × tokens × words; ``last`` of each, and what goes on by one word."""
+
+    step: Signal
+    token: Signal
+    word: Signal
+    word_last: Value
+    token_last: Value
+
+
+class Geometry(wiring.Component):
+    """Mask rows of the heads of a run (docs/gated.md, 2 to 5).
+
+    Passes over the heads: in pass p the engine applies the transport of head p to its probe, and the transpose of the
+    same transport to what the pass before made, whose result is the field of the heads p − 1 and p. So a head's factors
+    come once, those of the first a second time at the end. Rows of a head leave while the next pass goes on.
+
+    Throughput: that of the engine, ``docs/transport.md``, 5. Stalls: a run begins when the one before has been
+    answered and fewer than half of the places of the row queue are taken; then nothing waits for the rows to be taken.
+    :mod:`sim.cycles.gated` states every cycle.
+
+    Parameters
+    ----------
+    config: the processor
+    target: plain description or explicit ECP5 cells
+
+    Members
+    -------
+    i: In(stream of :class:`rtl.attention.InputLayout`)
+    rows: Out(stream of :class:`rtl.layouts.RowLayout`)
+    settings: In(:class:`SettingsLayout`), still while ``busy``
+    clear: In(1), forgets errors and counts
+    busy: Out(1), a run is inside; drained: Out(1), none is, and no row is left
+    error: Out(:class:`dtp.gated.GeometryError`), the first since reset or ``clear``
+    failed: Out(1), a run was refused since then
+    transport_error: Out(3), saturations: Out(16), of the newest run with holonomy
+    field_error, field_saturated, pruner_error: Out, since reset or ``clear``
+    kept, legal: Out(32), blocks; skipped, heads: Out(16), heads; since then
+    """
+
+    def __init__(self, config: Config, *, target: Target = Target.GENERIC) -> None:
+        self.config = config
+        self.params = p = GatedParams(config)
+        p.check()
+        self._target = target
+        super().__init__(
+            {
+                "i": In(stream.Signature(InputLayout(config))),
+                "rows": Out(stream.Signature(RowLayout(p.max_blocks))),
+                "settings": In(SettingsLayout(p.pruner)),
+                "clear": In(1),
+                "busy": Out(1),
+                "drained": Out(1),
+                "error": Out(GeometryError),
+                "failed": Out(1),
+                "transport_error": Out(3),
+                "saturations": Out(_COUNT_BITS),
+                "field_error": Out(FieldError),
+                "field_saturated": Out(1),
+                "pruner_error": Out(PrunerError),
+                "kept": Out(32),
+                "legal": Out(32),
+                "skipped": Out(_COUNT_BITS),
+                "heads": Out(_COUNT_BITS),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        p = self.params
+        m.submodules.core = core = TransportCore(self.config, target=self._target)
+        m.submodules.field = field = HolonomyField(p.field, target=self._target)
+        m.submodules.pruner = pruner = Pruner(p.pruner, target=self._target)
+        table = BlockQueue(ScoreBeatLayout(p.pruner), 2 * p.max_blocks**2, target=self._target)
+        queue = BlockQueue(self.rows.payload.shape(), ROW_QUEUE, target=self._target)
+        m.submodules.table, m.submodules.queue = table, queue
+        wiring.connect(m, pruner.o, queue.i)
+        wiring.connect(m, queue.o, wiring.flipped(self.rows))
+        wiring.connect(m, table.o, pruner.i_table)
+        m.d.comb += [
+            pruner.i_holonomy.valid.eq(field.o.valid),
+            pruner.i_holonomy.payload.score.eq(field.o.payload.score),
+            pruner.i_holonomy.payload.last.eq(field.o.payload.end),
+            field.o.ready.eq(pruner.i_holonomy.ready),
+            self.drained.eq(~self.busy & queue.empty),
+            self.transport_error.eq(core.error),
+            self.saturations.eq(core.saturations),
+            self.field_error.eq(field.error),
+            self.field_saturated.eq(field.saturated),
+            self.pruner_error.eq(pruner.error),
+            field.error_clear.eq(self.clear),
+            pruner.clear.eq(self.clear),
+        ]
+
+        fields, start, probes, probe_memory = self._load(m, core, table, queue)
+        self._heads(m, fields, start, pruner)
+        self._transports(m, fields, start, core, field, probes, probe_memory)
+        return m
+
+    # ---- input -----------------------------------------------------------------------------------------------
+
+    def _load(
+        self, m: Module, core: TransportCore, table: BlockQueue, queue: BlockQueue
+    ) -> tuple[dict[str, Value], Signal, Signal, BlockMemory]:
+        """Beats to descriptor, tables, probes and factors.
+
+        Fields of the descriptor and its flags; the cycle in which a run starts; probes loaded; their memory.
+        """
+        c, p = self.config, self.params
+        bits = 8 * c.input_bytes
+        m.submodules.input = source = RegisterSlice(self.i.payload.shape())
+        wiring.connect(m, wiring.flipped(self.i), source.i)
+        beat, beat_last = source.o.payload.data, source.o.payload.last
+
+        # Descriptor.
+        head = Signal(p.descriptor_beats * bits, reset_less=True)
+        fields: dict[str, Value] = {}
+        for one in FIELDS:
+            value = head[8 * one.offset : 8 * (one.offset + one.bytes)]
+            fields[one.name] = value.as_signed() if one.signed else value
+        fields |= {one.name: fields["flags"][one.bit] for one in FLAGS}
+        fault = Signal(GeometryError)
+        m.d.sync += fault.eq(self._fault(fields))
+        blocks_less_1 = ((fields["tokens"] - 1) >> (c.block.bit_length() - 1))[: p.pruner.index_bits]
+        fields["last_block"] = last_block = Signal(p.pruner.index_bits)
+        m.d.sync += last_block.eq(blocks_less_1)
+
+        state, following = Signal(State), Signal(State)
+        ended, valid, start = Signal(), Signal(), Signal()
+        step = Signal(range(MAX_HEADS + 1))
+        step_last = Signal()
+        m.d.comb += [step_last.eq(step == fields["heads"]), valid.eq(ended | source.o.valid)]
+        content = Signal(bits)
+        m.d.comb += content.eq(Mux(ended, 0, beat))
+
+        # Words of several beats, the lowest first.
+        longest = max(p.probe_beats, p.factor_beats)
+        before = Signal((longest - 1) * bits, reset_less=True)
+        count = Signal(range(max(longest, p.descriptor_beats)))
+        word = Signal(range(max(p.max_words, p.transport.max_words) * p.transport.max_groups))
+        token = Signal(range(p.max_tokens))
+        groups = fields["two_groups"]
+        factor_last, token_last, probe_last = Signal(), Signal(), Signal()
+        words = fields["words"][: len(word) + 1]
+        m.d.comb += [
+            factor_last.eq(word == (words << groups) - 1),
+            token_last.eq(token == fields["tokens"] - 1),
+            probe_last.eq(word == words - 1),
+        ]
+        whole = {"probe": Signal(name="probe_whole"), "factor": Signal(name="factor_whole")}
+        contents = {}
+        for name, parts in (("probe", p.probe_beats), ("factor", p.factor_beats)):
+            m.d.comb += whole[name].eq(count == parts - 1)
+            contents[name] = Cat(before[len(before) - (parts - 1) * bits :], content)
+
+        # Tables: a score a cycle.
+        lane = Signal(range(p.beat_scores))
+        score_row, score_column = Signal(p.pruner.index_bits), Signal(p.pruner.index_bits)
+        column_last, score_last = Signal(), Signal()
+        m.d.comb += [
+            column_last.eq(score_column == last_block),
+            score_last.eq(column_last & (score_row == last_block)),
+            table.i.payload.score.eq(content.word_select(lane, 16)),
+            table.i.payload.last.eq(score_last),
+        ]
+
+        # Probes: of this pass and the one before.
+        probes, probes_used = Signal(range(MAX_HEADS + 1)), Signal(range(MAX_HEADS + 1))
+        self._probes_used = probes_used
+        memory = BlockMemory(m, "probes", unsigned(p.probe_word_bits), 2 * _power(p.max_words), target=self._target)
+        probe_free = Signal()
+        m.d.comb += [
+            probe_free.eq((step == probes_used) | (step == probes_used + 1)),
+            memory.write.addr.eq(Cat(word[: (_power(p.max_words) - 1).bit_length()], step[0])),
+            memory.write.data.eq(contents["probe"][: p.probe_word_bits]),
+            core.factors.payload.eq(contents["factor"][: p.transport.factor_word_bits]),
+        ]
+
+        taken, finished = Signal(), Signal()  # a beat of the run is used; it is the run's last
+        section_end = Signal()
+        m.d.comb += following.eq(
+            Mux(fields["table"] & (step != 0), State.TABLE, Mux(step_last, State.FACTORS, State.PROBE))
+        )
+        with m.Switch(state):
+            with m.Case(State.DESCRIPTOR):
+                m.d.comb += source.o.ready.eq(1)
+                m.d.sync += [ended.eq(0), word.eq(0), token.eq(0), lane.eq(0)]
+                with m.If(source.o.valid):
+                    m.d.sync += [head.eq(Cat(head, beat)[-len(head) :]), count.eq(count + 1)]
+                    with m.If(beat_last | (count == p.descriptor_beats - 1)):
+                        m.d.sync += [count.eq(0), ended.eq(beat_last), state.eq(State.CHECK)]
+            with m.Case(State.CHECK):
+                m.d.sync += state.eq(State.START)
+            with m.Case(State.START):
+                with m.If(ended | (fault != GeometryError.NONE)):
+                    m.d.comb += self._refuse(m, Mux(ended, GeometryError.CUT, fault))
+                    m.d.sync += state.eq(Mux(ended, State.DESCRIPTOR, State.DROP))
+                with m.Elif(~self.busy & ~queue.level[-1] & ~queue.level[-2]):
+                    m.d.comb += start.eq(1)
+                    m.d.sync += [
+                        step.eq(~fields["holonomy"]),
+                        probes.eq(0),
+                        state.eq(Mux(fields["holonomy"], State.PROBE, State.TABLE)),
+                    ]
+            with m.Case(State.TABLE):
+                m.d.comb += [
+                    table.i.valid.eq(valid),
+                    taken.eq(valid & table.i.ready & (score_last | (lane == p.beat_scores - 1))),
+                    finished.eq(score_last & ~fields["holonomy"] & step_last),
+                ]
+                with m.If(valid & table.i.ready):
+                    m.d.sync += [
+                        lane.eq(Mux(score_last | (lane == p.beat_scores - 1), 0, lane + 1)),
+                        score_column.eq(Mux(column_last, 0, score_column + 1)),
+                    ]
+                    with m.If(column_last):
+                        m.d.sync += score_row.eq(Mux(score_last, 0, score_row + 1))
+                    with m.If(score_last):
+                        m.d.sync += state.eq(Mux(step_last, State.FACTORS, State.PROBE))
+                        with m.If(~fields["holonomy"]):
+                            m.d.comb += section_end.eq(1)
+            with m.Case(State.PROBE):
+                m.d.comb += [taken.eq(valid & probe_free), memory.write.en.eq(taken & whole["probe"])]
+                with m.If(taken & whole["probe"]):
+                    m.d.sync += word.eq(Mux(probe_last, 0, word + 1))
+                    with m.If(probe_last):
+                        m.d.sync += [state.eq(State.FACTORS), probes.eq(probes + 1)]
+            with m.Case(State.FACTORS):
+                m.d.comb += [
+                    core.factors.valid.eq(valid & whole["factor"]),
+                    taken.eq(valid & (~whole["factor"] | core.factors.ready)),
+                    finished.eq(whole["factor"] & factor_last & token_last & step_last),
+                ]
+                with m.If(taken & whole["factor"]):
+                    m.d.sync += word.eq(Mux(factor_last, 0, word + 1))
+                    with m.If(factor_last):
+                        m.d.sync += token.eq(Mux(token_last, 0, token + 1))
+                        m.d.comb += section_end.eq(token_last)
+            with m.Case(State.PASS):
+                m.d.sync += state.eq(following)
+            with m.Case(State.DROP):
+                m.d.comb += source.o.ready.eq(1)
+                with m.If(source.o.valid & beat_last):
+                    m.d.sync += state.eq(State.DESCRIPTOR)
+        with m.If(taken):
+            m.d.comb += source.o.ready.eq(~ended)
+            m.d.sync += ended.eq(ended | beat_last)
+            if longest > 1:
+                m.d.sync += before.eq(Cat(before, content)[-len(before) :])
+            with m.If(state != State.TABLE):
+                m.d.sync += count.eq(Mux(Mux(state == State.PROBE, whole["probe"], whole["factor"]), 0, count + 1))
+        with m.If(section_end):
+            m.d.sync += [step.eq(step + 1), state.eq(State.PASS)]
+            with m.If(finished):
+                m.d.sync += state.eq(Mux(ended | beat_last, State.DESCRIPTOR, State.DROP))
+        with m.If(self.clear):
+            m.d.sync += [self.error.eq(GeometryError.NONE), self.failed.eq(0)]
+        with m.Elif(taken & ~ended & (beat_last != finished) & (self.error == GeometryError.NONE)):
+            m.d.sync += self.error.eq(Mux(beat_last, GeometryError.EARLY_LAST, GeometryError.LATE_LAST))
+        with m.Elif(self._refused):
+            m.d.sync += self.failed.eq(1)
+            with m.If(self.error == GeometryError.NONE):
+                m.d.sync += self.error.eq(self._refusal)
+        return fields, start, probes, memory
+
+    def _refuse(self, m: Module, code: Value) -> list[object]:
+        self._refused, self._refusal = Signal(), Signal(GeometryError)
+        return [self._refused.eq(1), self._refusal.eq(code)]
+
+    def _fault(self, fields: dict[str, Value]) -> Value:
+        """Code of the first fault of a descriptor."""
+        p = self.params
+        heads, tokens, words = fields["heads"], fields["tokens"], fields["words"]
+        shifts = [fields["project_shift"][5:], fields["gram_shift"][5:]]
+        shifts += [fields[f"shift_{n}"][SHIFT_LIMIT.bit_length() :] for n in range(CASES)]
+        faults: list[tuple[GeometryError, Value]] = [
+            (GeometryError.MAGIC, fields["magic"] != MAGIC),
+            (GeometryError.VERSION, fields["version"] != VERSION),
+            (GeometryError.FLAGS, fields["flags"][len(FLAGS) :].any() | ~(fields["holonomy"] | fields["table"])),
+            (GeometryError.HEADS, (heads == 0) | (heads > MAX_HEADS)),
+            (GeometryError.TOKENS, (tokens == 0) | (tokens > p.max_tokens)),
+            (GeometryError.WORDS, fields["holonomy"] & ((words < p.field.min_words) | (words > p.max_words))),
+            (GeometryError.SHIFT, Cat(*shifts).any() | (fields["unit"] < 0)),
+        ]
+        if p.transport.max_groups == 1:
+            faults.insert(3, (GeometryError.FLAGS, fields["two_groups"]))
+        code: Value = Const(GeometryError.NONE, len(self.error))
+        for value, wrong in reversed(faults):
+            code = Mux(wrong, Const(value, len(self.error)), code)
+        return code
+
+    # ---- heads -----------------------------------------------------------------------------------------------
+
+    def _heads(self, m: Module, fields: dict[str, Value], start: Signal, pruner: Pruner) -> None:
+        """The pruner's command of one head after the other, and what its reports add up to."""
+        head = Signal(range(MAX_HEADS))
+        command, report = pruner.command, pruner.report
+        with m.If(start):
+            m.d.sync += [head.eq(0), self.busy.eq(1)]
+        with m.Elif(command.valid & command.ready):
+            m.d.sync += head.eq(head + 1)
+            with m.If(head + 1 == fields["heads"]):
+                m.d.sync += self.busy.eq(0)
+        m.d.comb += [
+            command.valid.eq(self.busy),
+            command.payload.head.eq(head),
+            command.payload.last_block.eq(fields["last_block"]),
+            command.payload.last_valid.eq(fields["last_block"]),
+            command.payload.causal.eq(fields["causal"]),
+            command.payload.source.eq(Cat(fields["holonomy"], fields["table"])),
+            *(command.payload[name].eq(self.settings[name]) for name in _SETTINGS),
+            report.ready.eq(1),
+        ]
+        with m.If(self.clear):
+            m.d.sync += [self.kept.eq(0), self.legal.eq(0), self.skipped.eq(0), self.heads.eq(0)]
+        with m.Elif(report.valid):
+            m.d.sync += [
+                self.kept.eq(self.kept + report.payload.kept),
+                self.legal.eq(self.legal + report.payload.legal),
+                self.skipped.eq(self.skipped + (report.payload.skipped & ~self.skipped.all())),
+                self.heads.eq(self.heads + ~self.heads.all()),
+            ]
+
+    # ---- transports ------------------------------------------------------------------------------------------
+
+    def _transports(
+        self,
+        m: Module,
+        fields: dict[str, Value],
+        start: Signal,
+        core: TransportCore,
+        field: HolonomyField,
+        probes: Signal,
+        probe_memory: BlockMemory,
+    ) -> None:
+        """States into the engine, transported probes into their memory, relative transports into the field."""
+        p = self.params
+        job, pair_job = core.job.payload, field.job.payload
+        holonomy = Signal()
+        m.d.comb += [
+            holonomy.eq(start & fields["holonomy"]),
+            core.job.valid.eq(holonomy),
+            job.mode.eq(MiddleMode.CAYLEY),
+            job.last_group.eq(fields["two_groups"]),
+            job.last_word.eq(fields["words"] - 1),
+            job.last_token.eq(self._tokens(m, fields) - 1),
+            job.plain.eq(1),
+            job.transposed.eq(1),
+            job.identity.eq(1),
+            job.project_shift.eq(fields["project_shift"]),
+            job.gram_shift.eq(fields["gram_shift"]),
+            job.unit.eq(fields["unit"]),
+            pair_job.tokens.eq(fields["tokens"]),
+            pair_job.words.eq(fields["words"]),
+            *(pair_job.shifts[n].eq(fields[f"shift_{n}"]) for n in range(CASES)),
+            *(pair_job.reciprocals[n].eq(fields[f"reciprocal_{n}"]) for n in range(CASES)),
+        ]
+        paired = p.transport.vectors == 2
+        lanes = p.transport.tile_rows
+        word_bits = (_power(p.max_words) - 1).bit_length()
+        memory = BlockMemory(
+            m, "transported", unsigned(p.probe_word_bits), p.max_tokens << word_bits, target=self._target
+        )
+        there = Signal(range(p.max_tokens + 1))  # tokens in it that are still to be read
+        written, read = Signal(), Signal()
+        m.d.sync += there.eq(there + written - read)
+
+        # States: of the probe, then of what the pass before made of the token.
+        feeding, second, offered, takes = Signal(), Signal(), Signal(), Signal()
+        into = self._counter(m, "into", fields, takes if paired else takes & second)
+        to_probe, from_before = Signal(), Signal()
+        m.d.comb += [
+            to_probe.eq(into.step != fields["heads"]),
+            from_before.eq(into.step != 0),
+            probe_memory.address.eq(Cat(into.word[:word_bits], into.step[0])),
+            memory.address.eq(Cat(into.word[:word_bits], into.token)),
+            core.state.valid.eq(offered),
+            takes.eq(offered & core.state.ready),
+            read.eq(takes & (second | paired) & into.word_last & from_before),
+            self._probes_used.eq(into.step),
+        ]
+        available = feeding & (~to_probe | (probes != into.step)) & (~from_before | (there != 0))
+        m.d.sync += offered.eq(available & ~takes)
+        with m.If(takes):
+            m.d.sync += second.eq(~second if not paired else 0)
+            with m.If((second | paired) & into.word_last & into.token_last & ~to_probe):
+                m.d.sync += feeding.eq(0)
+        plain = Mux(to_probe, probe_memory.data, 0)
+        before = Mux(from_before, memory.data, 0)
+        states = core.state.payload.as_value()
+        m.d.comb += states.eq(Cat(plain, before) if paired else Mux(second, before, plain))
+
+        # What comes out: into the memory, and into the field.
+        routing, second_out, gone = Signal(), Signal(), Signal()
+        out = self._counter(m, "out", fields, gone if paired else gone & second_out)
+        results = core.o.payload.data.as_value()
+        kept = results[: lanes * STATE_BITS]
+        keeps, passes, given = Signal(), Signal(), Signal()
+        m.d.comb += [
+            keeps.eq(out.step != fields["heads"]),
+            passes.eq((out.step != 0) & (second_out | paired)),
+            core.o.ready.eq(routing & (~passes | field.i.ready)),
+            gone.eq(core.o.valid & core.o.ready),
+            field.i.valid.eq(core.o.valid & passes & routing),
+            field.i.payload.data.eq(results[-lanes * STATE_BITS :]),
+            field.i.payload.last.eq(out.word_last & out.token_last),
+            field.job.valid.eq(routing & (out.step != 0) & ~given),
+            memory.write.en.eq(gone & keeps & (~second_out | paired)),
+            memory.write.addr.eq(Cat(out.word[:word_bits], out.token)),
+            memory.write.data.eq(kept),
+            written.eq(memory.write.en & out.word_last),
+        ]
+        with m.If(field.job.valid & field.job.ready):
+            m.d.sync += given.eq(1)
+        with m.If(gone):
+            m.d.sync += second_out.eq(~second_out if not paired else 0)
+            with m.If((second_out | paired) & out.word_last & out.token_last):
+                m.d.sync += given.eq(0)
+                with m.If(~keeps):
+                    m.d.sync += routing.eq(0)
+        with m.If(holonomy):
+            m.d.sync += [feeding.eq(1), routing.eq(1)]
+            for counter in (into, out):
+                m.d.sync += counter.step.eq(0)
+
+    def _tokens(self, m: Module, fields: dict[str, Value]) -> Value:
+        """Tokens of all passes, (heads + 1) · tokens; made while the descriptor is judged."""
+        total = Signal(16)
+        heads = fields["heads"][: MAX_HEADS.bit_length()] + 1
+        tokens = fields["tokens"][: self.params.max_tokens.bit_length()]
+        m.d.sync += total.eq(sum((Mux(heads[n], tokens << n, 0) for n in range(len(heads))), Const(0, 1)))
+        return total
+
+    def _counter(self, m: Module, name: str, fields: dict[str, Value], moves: Value) -> _Counter:
+        """Counts words, tokens and passes of a stream that goes on by a word with ``moves``."""
+        p = self.params
+        step = Signal(range(MAX_HEADS + 2), name=f"{name}_step")
+        token = Signal(range(p.max_tokens), name=f"{name}_token")
+        word = Signal(range(max(2, p.max_words)), name=f"{name}_word")
+        word_last, token_last = Signal(name=f"{name}_word_last"), Signal(name=f"{name}_token_last")
+        m.d.comb += [word_last.eq(word == fields["words"] - 1), token_last.eq(token == fields["tokens"] - 1)]
+        with m.If(moves):
+            m.d.sync += word.eq(Mux(word_last, 0, word + 1))
+            with m.If(word_last):
+                m.d.sync += [token.eq(Mux(token_last, 0, token + 1)), step.eq(step + token_last)]
+        return _Counter(step, token, word, word_last, token_last)
+
+
+def _power(count: int) -> int:
+    """The power of two that is not below ``count``, at least 2."""
+    return max(2, 1 << (count - 1).bit_length())

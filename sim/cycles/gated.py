@@ -1,0 +1,315 @@
+"""Cycles of gated attention: every mask row of the geometry side, and the walk that waits for them.
+
+The geometry side does not wait for the walk, but for the start of a run with many rows untaken, so it is stepped by
+itself, run by run, as far as the walk asks for rows. Its source never stalls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from dtp.config import Config
+from dtp.gated import ROW_QUEUE, GatedParams, Run
+from dtp.pruner import PrunerSettings
+from dtp.quantise import Head
+from sim.cycles.attention import Prediction, predict
+from sim.cycles.holonomy import FieldCycles
+from sim.cycles.pruner import RowDecisions, head_timing
+from sim.cycles.transport import TransportCycles
+
+__all__ = ["GateCycles", "predict_gated"]
+
+CHECK_CYCLES = 2
+"""From the last beat of a descriptor, behind the register of the input, to the cycle in which the run can start."""
+QUEUE_READ_CYCLES = 2
+"""From the cycle in which a queue in block memory reads a payload to the one in which it is offered."""
+
+
+def predict_gated(
+    config: Config, heads: Sequence[Head], runs: Sequence[tuple[Run, PrunerSettings]], *, start: int = 0
+) -> Prediction:
+    """The run of gated jobs whose mask rows come from ``runs``; cycle 0 is the one of the first beat of the jobs.
+
+    Parameters
+    ----------
+    heads: jobs with the blocks that they walk over, :func:`dtp.gated.gated_heads`
+    runs: their geometry, with the settings in force
+    start: cycle in which the first beat of the first run is taken
+
+    Raises
+    ------
+    DtpError: what :func:`sim.cycles.attention.predict` refuses.
+    """
+    return predict(config, heads, GateCycles(config, runs, start=start))
+
+
+class GateCycles:
+    """Mask rows of a sequence of runs: when each is made, and when the walk takes it.
+
+    Members
+    -------
+    made: cycle in which each row entered the queue of rows
+    taken: cycle in which each was taken
+    """
+
+    def __init__(self, config: Config, runs: Sequence[tuple[Run, PrunerSettings]], *, start: int = 0) -> None:
+        self._config = config
+        self._runs = deque(enumerate(runs))
+        self._next = start + 1  # first cycle in which a beat of the next run is behind the input's register
+        self._reads: list[int] = []
+        self.made: list[int] = []
+        self.taken: list[int] = []
+
+    def take(self, earliest: int) -> int:
+        """The cycle in which the next row is taken, ``earliest`` the first in which the walk would."""
+        number = len(self.taken)
+        while len(self.made) <= number:
+            self._step_run()
+        before = self.taken[-1] if self.taken else 0
+        self._reads.append(max(self.made[number] + 1, before))
+        cycle = max(earliest, self._reads[-1] + QUEUE_READ_CYCLES)
+        self.taken.append(cycle)
+        return cycle
+
+    def finish(self) -> list[int]:
+        """Cycles of all rows that are made; for runs whose rows are taken as they come."""
+        while self._runs or len(self.taken) < len(self.made):
+            self.take(0)
+        return self.made
+
+    def _waiting(self, now: int) -> int:
+        """Rows behind the one that is offered."""
+        return sum(cycle < now for cycle in self.made) - sum(cycle < now for cycle in self._reads)
+
+    def _step_run(self) -> None:
+        number, (run, settings) = self._runs.popleft()
+        params = GatedParams(self._config)
+        now = self._next + params.descriptor_beats - 1 + CHECK_CYCLES
+        if number:
+            # The run before has been answered, and there is room.
+            now = max(now, self._free)
+            while self._waiting(now) >= ROW_QUEUE // 2:
+                now += 1
+        stepped = _RunCycles(self._config, run, settings, number, now)
+        self._next, self._free = stepped.step_all()
+        self.made += stepped.made
+
+    _free = 0
+
+
+class _Queue:
+    """``BlockQueue`` without its payloads."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._level = 0
+        self._read = False
+        self.valid = False
+
+    @property
+    def ready(self) -> bool:
+        return self._level < self._depth
+
+    def step(self, push: bool, pop: bool) -> None:
+        reads = self._level > 0 and not self._read and (not self.valid or pop)
+        self.valid = self._read or (self.valid and not pop)
+        self._read = reads
+        self._level += push - reads
+
+
+class _RunCycles:
+    """One run from the cycle in which it starts; rows are taken from the pruner as they come."""
+
+    def __init__(self, config: Config, run: Run, settings: PrunerSettings, number: int, start: int) -> None:
+        self._config, self._run, self._settings, self._number, self._start = config, run, settings, number, start
+        p = self._p = GatedParams(config)
+        self._blocks = run.blocks(config)
+        self._core = TransportCycles(config, run.transport_job()) if run.holonomy else None
+        self._field = FieldCycles(p.field)
+        self._table = _Queue(2 * p.max_blocks**2)
+        self._paired = p.transport.vectors == 2
+        # Input: what comes next, and how far it is.
+        self._sections = self._order()
+        self._count = self._lane = 0
+        self._probes = 0
+        self._resume = start + 1
+        self._ended: int | None = None
+        # Between engine and field: words of the engine's states and outputs, tokens to be read.
+        self._token_words = run.words * (1 if self._paired else 2)
+        self._into = self._out = self._there = 0
+        self._offered = self._given = False
+        # Scores: those that the field has made, the head that is gated.
+        self._scores: deque[int] = deque()
+        self._head = 0
+        self._look = start + 1
+        self._taken = 0
+        self._decisions: RowDecisions | None = None
+        self._accepted: list[int] = []
+        self.made: list[int] = []
+        self._answered = 0
+
+    def _order(self) -> deque[tuple[str, int, int]]:
+        """Sections of the run: kind, pass, words or scores."""
+        run, blocks = self._run, self._blocks
+        found: deque[tuple[str, int, int]] = deque()
+        for step in range(run.heads + 1):
+            if run.table and step:
+                found.append(("table", step, blocks * blocks))
+            if run.holonomy:
+                if step < run.heads:
+                    found.append(("probe", step, run.words))
+                found.append(("factors", step, run.tokens * run.words * run.groups))
+        return found
+
+    def step_all(self) -> tuple[int, int]:
+        """First cycle in which a beat of another run is looked at, and in which another run can start."""
+        now = self._start
+        while self._head < self._run.heads or self._ended is None:
+            self._step(now)
+            now += 1
+        return self._ended, self._answered
+
+    def _step(self, now: int) -> None:
+        run, p = self._run, self._p
+        kind = self._sections[0][0] if self._sections and now >= self._resume else "none"
+
+        # Engine and field.
+        factor_ready = False
+        if self._core is not None and not self._core_done:
+            token, word = divmod(self._out, self._token_words)
+            out_step = token // run.tokens
+            second = self._paired or bool(word % 2)
+            passes = out_step > 0 and second
+            offers = self._core.offers
+            field_step = self._field_step(now, out_step, offers and passes)
+            o_ready = now > self._start and (not passes or field_step)
+            whole = kind == "factors" and self._count == p.factor_beats - 1
+            state_valid = self._offered
+            shown = self._core.step(whole, state_valid, o_ready)
+            factor_ready = shown.factor_ready
+            takes = state_valid and shown.state_ready
+            written = self._route(offers and o_ready, out_step)
+            self._feed(now, takes, written)
+            self._core_done = shown.ended
+        elif run.holonomy:
+            self._field_step(now, run.heads + 1, False)
+
+        # Input.
+        push = False
+        if kind == "table":
+            push = self._table.ready
+        pop = self._gate(now)
+        self._table.step(push, pop)
+        self._load(now, kind, push, factor_ready)
+
+    _core_done = False
+
+    def _field_step(self, now: int, out_step: int, word_valid: bool) -> bool:
+        offers = now > self._start and 0 < out_step <= self._run.heads and not self._given
+        step = self._field.step(self._run.field_job() if offers else None, word_valid)
+        if step.job_taken:
+            self._given = True
+        if step.score is not None:
+            self._scores.append(step.score + self._start)
+        return step.word_taken
+
+    def _route(self, gone: bool, out_step: int) -> bool:
+        """A word leaves the engine; whether a token is now in the memory of transported probes."""
+        run = self._run
+        if not gone:
+            return False
+        word = self._out % self._token_words
+        self._out += 1
+        last = word == self._token_words - 1
+        if last and self._out % (self._token_words * run.tokens) == 0:
+            self._given = False
+        kept = last if self._paired else word == self._token_words - 2
+        return kept and out_step < run.heads
+
+    def _feed(self, now: int, takes: bool, written: bool) -> None:
+        run = self._run
+        step = self._into // self._token_words // run.tokens
+        available = (
+            now > self._start
+            and step <= run.heads
+            and (step == run.heads or self._probes != step)
+            and (step == 0 or self._there > 0)
+        )
+        read = False
+        if takes:
+            self._into += 1
+            read = self._into % self._token_words == 0 and step > 0
+        self._offered = available and not takes
+        self._there += written - read
+
+    def _load(self, now: int, kind: str, push: bool, factor_ready: bool) -> None:
+        """The input moves on."""
+        p = self._p
+        ends = False
+        if kind == "table":
+            self._lane += push
+            ends = self._lane == self._blocks**2
+        elif kind in ("probe", "factors"):
+            beats = p.probe_beats if kind == "probe" else p.factor_beats
+            whole = self._count == beats - 1
+            step = self._sections[0][1]
+            used = self._into_before // self._token_words // self._run.tokens
+            moves = step <= used + 1 if kind == "probe" else not whole or factor_ready
+            if moves:
+                self._count = 0 if whole else self._count + 1
+                self._lane += whole
+            ends = self._lane == self._sections[0][2]
+        self._into_before = self._into
+        if not ends:
+            return
+        self._lane = 0
+        _, step, _ = self._sections.popleft()
+        self._probes += kind == "probe"
+        if not self._sections:
+            self._ended = now + 1
+        elif self._sections[0][1] != step:
+            self._resume = now + 2
+
+    _into_before = 0
+
+    def _gate(self, now: int) -> bool:
+        """A score goes into the pruner, if one is there; whether it is one of the table."""
+        run, config = self._run, self._config
+        if self._head == run.heads or now <= self._look:
+            return False
+        if self._decisions is None:
+            command = run.command(config, self._settings, self._head, self._number)
+            self._decisions = RowDecisions(self._p.pruner, command)
+        if self._taken == self._blocks**2:
+            return False
+        there = (not run.holonomy or (bool(self._scores) and self._scores[0] <= now)) and (
+            not run.table or self._table.valid
+        )
+        begins = self._taken % self._blocks == 0
+        if not there or (begins and now < self._decisions.first_score):
+            assert run.table or not there, "a score of the field waits"
+            return False
+        if run.holonomy:
+            self._scores.popleft()
+        self._taken += 1
+        if self._taken % self._blocks == 0:
+            self._accepted.append(now)
+            self._decisions.add(now)
+        if self._taken == self._blocks**2:
+            self._answer()
+        return run.table
+
+    def _answer(self) -> None:
+        """All scores of a head are in: its rows, its report, the next command."""
+        run, config = self._run, self._config
+        command = run.command(config, self._settings, self._head, self._number)
+        count = self._blocks**2
+        timing = head_timing(
+            self._p.pruner, command, self._look, sent=(count * run.holonomy, count * run.table), accepted=self._accepted
+        )
+        self.made += [int(cycle) for cycle in timing.rows]
+        self._look = timing.next_command
+        self._answered = timing.next_command
+        self._head += 1
+        self._taken, self._decisions, self._accepted = 0, None, []
