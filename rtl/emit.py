@@ -1,4 +1,6 @@
-"""Verilog out: one file, one module ``top`` with AXI4-Stream names, and a manifest that describes it."""
+"""Verilog out: one file, one module ``top`` with AXI4-Stream names, and a manifest that describes it.
+
+The attention tile or another :class:`~rtl.units.Unit`."""
 
 from __future__ import annotations
 
@@ -15,13 +17,11 @@ from amaranth.hdl._ir import PortDirection
 
 from dtp.config import Config
 from dtp.errors import DtpError
-from dtp.job import DESCRIPTOR_VERSION
-from dtp.normaliser import NormaliserParams
-from dtp.softmax import SoftmaxParams
-from rtl.attention import AttentionTile, array_params
+from rtl.attention import AttentionTile
 from rtl.lib.multiplier import Target
+from rtl.units import UNITS, Unit, UnitTop
 
-__all__ = ["Emitted", "Top", "emit"]
+__all__ = ["Emitted", "Top", "Unit", "emit", "netlist", "top_of"]
 
 
 class Top(Elaboratable):
@@ -103,12 +103,17 @@ class Emitted:
         return paths
 
 
-def emit(config: Config, *, target: Target = Target.GENERIC) -> Emitted:
-    """Verilog of a configuration; the same configuration gives the same bytes.
+def top_of(config: Config, unit: Unit = Unit.ATTENTION, *, target: Target = Target.GENERIC) -> Top | UnitTop:
+    """The module ``top`` of a unit, with its ports."""
+    return Top(config, target=target) if unit is Unit.ATTENTION else UnitTop(UNITS[unit].make(config, target))
+
+
+def emit(config: Config, unit: Unit = Unit.ATTENTION, *, target: Target = Target.GENERIC) -> Emitted:
+    """Verilog of a unit of a configuration; the same configuration gives the same bytes.
 
     The text names source files relative to the project, so that it does not depend on where that lies.
     """
-    top = Top(config, target=target)
+    top = top_of(config, unit, target=target)
     try:
         text = verilog.convert(top, name="top", ports=top.ports)
     except YosysError as error:  # such as a cache folder that cannot be written
@@ -119,37 +124,36 @@ def emit(config: Config, *, target: Target = Target.GENERIC) -> Emitted:
     text = re.sub(r'\(\* src = "[^"]*site-packages/', '(* src = "', text)
     # The state of a machine is said to come from Python's own library.
     text = re.sub(r'^ *\(\* src = "/[^"]*" \*\)\n', "", text, flags=re.MULTILINE)
-    return Emitted(text, manifest(config, top, target))
+    return Emitted(text, manifest(config, unit, top, target))
 
 
-def netlist(config: Config, *, target: Target = Target.ECP5) -> str:
-    """RTLIL of a configuration for synthesis."""
-    top = Top(config, target=target)
+def netlist(config: Config, unit: Unit = Unit.ATTENTION, *, target: Target = Target.ECP5) -> str:
+    """RTLIL of a unit of a configuration for synthesis."""
+    top = top_of(config, unit, target=target)
     return rtlil.convert(top, name="top", ports=top.ports)
 
 
-def manifest(config: Config, top: Top, target: Target) -> dict[str, Any]:
-    """Ports, parameters, widths and latencies of a generated design."""
-    array = array_params(config)
+def manifest(config: Config, unit: Unit, top: Top | UnitTop, target: Target) -> dict[str, Any]:
+    """Ports, parameters, widths and latencies of a generated design.
+
+    A port that carries several values has ``fields``, as :func:`rtl.units.packed_fields` gives them.
+    """
+    fields = top.fields if isinstance(top, UnitTop) else {}
+    ports = []
+    for name, (signal, direction) in top.ports.items():
+        port: dict[str, Any] = {
+            "name": name,
+            "bits": len(signal),
+            "direction": "output" if direction is PortDirection.Output else "input",
+        }
+        ports.append(port | ({"fields": fields[name]} if name in fields else {}))
     return {
         "module": "top",
-        "descriptor_version": DESCRIPTOR_VERSION,
+        "unit": unit.value,
         "target": target.name.lower(),
         "config_hash": config.hash,
         "config": config.model_dump(),
         "derived": config.derived,
-        "ports": [
-            {
-                "name": name,
-                "bits": len(signal),
-                "direction": "output" if direction is PortDirection.Output else "input",
-            }
-            for name, (signal, direction) in top.ports.items()
-        ],
-        "latencies": {
-            "operand_read_cycles": config.operand_read_cycles,
-            "array_cycles": array.latency,
-            "softmax": SoftmaxParams(config).latencies,
-            "normaliser": NormaliserParams(config).latencies,
-        },
+        "ports": ports,
+        **UNITS[unit].about(config),
     }

@@ -22,24 +22,16 @@ module dtp_feeder #(
     output logic violated,
     output logic extra
 );
+    import dtp_bench::xorshift;
+
     localparam int IN_BITS = 8 * IN_BYTES;
     localparam int OUT_BITS = 8 * OUT_BYTES;
     localparam int TAG_WORDS = (USER_BITS + 1 + 31) / 32;
     localparam int DATA_WORDS = (OUT_BITS + 31) / 32;
     localparam int FILL_WORDS = (IN_BITS + 31) / 32;
 
-    // Plain: `tick` is the clock. Burst: each change of `tick` makes 16 clock cycles without a step of simulated time,
-    // because a step costs the simulator's interface to Python as much as a cycle of a mid-size design.
     logic clk;
-    if (BURST) begin : burst
-        logic [5:0] edges;
-        initial edges = 0;
-        always @(posedge tick or negedge tick or posedge clk or negedge clk)
-            if (edges[4:0] != 0 || edges[5] != tick) edges <= edges + 1;
-        assign clk = edges[0];
-    end else begin : plain
-        assign clk = tick;
-    end
+    dtp_clock #(.BURST(BURST)) clock (.tick(tick), .clk(clk));
 
     logic rst, abort;
     logic [IN_BITS-1:0] s_data;
@@ -75,13 +67,6 @@ module dtp_feeder #(
     logic [32*DATA_WORDS-1:0] word;
     logic [32*FILL_WORDS-1:0] fill;
     int got;
-
-    function automatic int unsigned xorshift(input int unsigned x);
-        int unsigned y;
-        y = x ^ (x << 13);
-        y = y ^ (y >> 17);
-        return y ^ (y << 5);
-    endfunction
 
     task automatic need(input int found, input string name);
         if (found == 0) begin

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +23,12 @@ class SimulationError(RuntimeError):
 
 
 class StreamFault(RuntimeError):
-    """The processor broke the rules of the stream. ``result`` holds what was captured up to then."""
+    """The processor broke the rules of the stream. ``result`` holds what was captured up to then.
 
-    def __init__(self, result: StreamResult):
+    It is a :class:`StreamResult` or a :class:`~sim.bench.channels.ChannelResult`.
+    """
+
+    def __init__(self, result: Any):
         self.result = result
         super().__init__("; ".join(result.faults))
 
@@ -34,6 +38,16 @@ def xorshift32(state: int) -> int:
     state ^= (state << 13) & _MASK32
     state ^= state >> 17
     return state ^ ((state << 5) & _MASK32)
+
+
+def stall_threshold(probability: float) -> int:
+    """An end stalls in a cycle in which the low 16 bits of its generator lie below this."""
+    return min(round(probability * 65536), 65535)
+
+
+def stall_state(seed: int) -> int:
+    """State of a generator in cycle 0; never 0."""
+    return ((seed * 0x9E37_79B1 + 0x85EB_CA77) & _MASK32) or 1
 
 
 @dataclass(frozen=True)
@@ -119,16 +133,12 @@ class StreamJob:
     @property
     def stall_thresholds(self) -> tuple[int, int]:
         """Source and sink stall in a cycle in which the low 16 bits of their generator lie below these."""
-        source, sink = (min(round(p * 65536), 65535) for p in (self.source_stall, self.sink_stall))
-        return source, sink
+        return stall_threshold(self.source_stall), stall_threshold(self.sink_stall)
 
     @property
     def stall_states(self) -> tuple[int, int]:
         """State of the source's and the sink's generator in cycle 0; never 0."""
-        source, sink = (
-            (((2 * self.seed + salt) * 0x9E37_79B1 + 0x85EB_CA77) & _MASK32) or 1 for salt in (1, 2)
-        )
-        return source, sink
+        return stall_state(2 * self.seed + 1), stall_state(2 * self.seed + 2)
 
 
 @dataclass(frozen=True, eq=False)

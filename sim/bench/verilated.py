@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from cocotb_tools.runner import get_results
@@ -32,7 +33,8 @@ from .toolchain import Toolchain, default_cache_dir, find_toolchain
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 FEEDER = "dtp_feeder"
-SOURCES = (HERE / "feeder.vlt", HERE / "feeder.sv")
+SHARED = (HERE / "feeder.vlt", HERE / "common.sv")
+SOURCES = (*SHARED, HERE / "feeder.sv")
 HARNESS = HERE / "harness.cpp"
 FLAGS = (
     "--no-public-flat-rw", # cocotb's runner makes everything public; feeder.vlt names what is needed
@@ -47,10 +49,19 @@ COCOTB = "cocotb"
 BARE = "bare"
 
 
-def ports_of(verilog: Path) -> StreamPorts:
-    """Widths of module ``top`` in a Verilog file.
+@dataclass(frozen=True)
+class Bench:
+    """What is put around a design: sources, flags of its feeder, and what was written for this very design."""
 
-    Raises :class:`~dtp.errors.DtpError` if the file or the module is missing or a port is not there.
+    sources: tuple[Path, ...]
+    flags: tuple[str, ...] = ()
+    glue: str = ""
+
+
+def module_ports(verilog: Path) -> dict[str, tuple[str, int]]:
+    """Direction and bits of every port of module ``top`` in a Verilog file, in the file's order.
+
+    Raises :class:`~dtp.errors.DtpError` if the file or the module is missing.
     """
     try:
         text = verilog.read_text(encoding="utf-8")
@@ -59,9 +70,15 @@ def ports_of(verilog: Path) -> StreamPorts:
     match = re.search(r"^module \\?top\s*\((.*?)^endmodule", text, re.MULTILINE | re.DOTALL)
     if match is None:
         raise DtpError(f"{verilog} has no module top")
-    widths = {}
-    for direction, msb, name in _PORT.findall(match[1]):
-        widths[name] = (direction, int(msb or 0) + 1)
+    return {name: (direction, int(msb or 0) + 1) for direction, msb, name in _PORT.findall(match[1])}
+
+
+def ports_of(verilog: Path) -> StreamPorts:
+    """Widths of module ``top`` in a Verilog file.
+
+    Raises :class:`~dtp.errors.DtpError` if the file or the module is missing or a port is not there.
+    """
+    widths = module_ports(verilog)
     for name, direction in _PORTS.items():
         if widths.get(name, ("", 0))[0] != direction:
             raise DtpError(f"module top of {verilog} has no {direction} {name}")
@@ -73,6 +90,13 @@ def ports_of(verilog: Path) -> StreamPorts:
         out_bytes=widths["m_axis_tdata"][1] // 8,
         user_bits=widths["m_axis_tuser"][1],
     )
+
+
+def stream_bench(verilog: Path) -> Bench:
+    """The feeder of a design with one stream in and one out."""
+    ports = ports_of(verilog)
+    widths = (f"-GIN_BYTES={ports.in_bytes}", f"-GOUT_BYTES={ports.out_bytes}", f"-GUSER_BITS={ports.user_bits}")
+    return Bench(SOURCES, widths)
 
 
 _PORT = re.compile(
@@ -105,10 +129,10 @@ def _run(command: list[str], *, folder: Path, env: dict[str, str], log: Path, wh
             command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
         )
     if done.returncode:
-        raise SimulationError(f"{what} failed with exit status {done.returncode}:\n{_tail(log)}")
+        raise SimulationError(f"{what} failed with exit status {done.returncode}:\n{log_tail(log)}")
 
 
-def _tail(log: Path, lines: int = 15) -> str:
+def log_tail(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
@@ -120,26 +144,20 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _flags(ports: StreamPorts, driver: str, waves: bool) -> list[str]:
-    return [
-        *FLAGS,
-        # Bursts have no time steps: nothing to see in a waveform, nothing to gain without Python around.
-        f"-GBURST={int(driver == COCOTB and not waves)}",
-        f"-GIN_BYTES={ports.in_bytes}",
-        f"-GOUT_BYTES={ports.out_bytes}",
-        f"-GUSER_BITS={ports.user_bits}",
-    ]
+def _flags(bench: Bench, driver: str, waves: bool) -> list[str]:
+    # Bursts have no time steps: nothing to see in a waveform, nothing to gain without Python around.
+    return [*FLAGS, f"-GBURST={int(driver == COCOTB and not waves)}", *bench.flags]
 
 
-def _key(verilog: Path, flags: list[str], driver: str, waves: bool, tools: Toolchain, make_flags: str) -> str:
+def _key(verilog: Path, bench: Bench, driver: str, waves: bool, tools: Toolchain, make_flags: str) -> str:
     digest = hashlib.sha256()
-    parts = [driver, str(waves), *flags, tools.identity, make_flags]
+    parts = [driver, str(waves), *_flags(bench, driver, waves), tools.identity, make_flags]
     if driver == COCOTB:
         # The executable is linked to the library of this very environment.
         parts += [importlib.metadata.version("cocotb"), sys.prefix]
-    for part in parts:
+    for part in (*parts, bench.glue):
         digest.update(part.encode() + b"\0")
-    for source in (*SOURCES, HARNESS, verilog):
+    for source in (*bench.sources, HARNESS, verilog):
         digest.update(hashlib.sha256(source.read_bytes()).digest())
     return digest.hexdigest()[:32]
 
@@ -152,11 +170,18 @@ def build(verilog: Path, driver: str = COCOTB, *, waves: bool = False, cache_dir
     :class:`~dtp.errors.DtpError` for a file that is not a stream processor, and
     :class:`~sim.bench.stream.SimulationError` when Verilator or the compiler fails.
     """
+    find_toolchain()
+    return build_bench(verilog, stream_bench(verilog), driver, waves=waves, cache_dir=cache_dir)
+
+
+def build_bench(
+    verilog: Path, bench: Bench, driver: str, *, waves: bool = False, cache_dir: Path | None = None
+) -> Path:
+    """:func:`build` for a given feeder."""
     tools = find_toolchain()
     cache = (cache_dir or default_cache_dir()).absolute()
     env = tools.environment(cache)
     verilog = verilog.absolute()
-    flags = _flags(ports_of(verilog), driver, waves)
     for path in (cache, verilog, HERE, Path(sys.prefix)):
         if any(character.isspace() for character in str(path)):
             raise DtpError(f"make takes no path with a space in it, move {str(path)!r}")
@@ -165,7 +190,7 @@ def build(verilog: Path, driver: str = COCOTB, *, waves: bool = False, cache_dir
         builds.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DtpError(f"cache_dir {str(cache)!r} cannot be made: {error.strerror}") from None
-    done = builds / _key(verilog, flags, driver, waves, tools, env["MAKEFLAGS"])
+    done = builds / _key(verilog, bench, driver, waves, tools, env["MAKEFLAGS"])
     if (done / FEEDER).is_file():
         return done
     with _locked(done.with_suffix(".lock")):
@@ -174,7 +199,7 @@ def build(verilog: Path, driver: str = COCOTB, *, waves: bool = False, cache_dir
         with tempfile.TemporaryDirectory(prefix=".building-", dir=builds) as temporary:
             folder = Path(temporary) / "build"
             folder.mkdir()
-            _compile(verilog, flags, driver, waves, folder, env)
+            _compile(verilog, bench, driver, waves, folder, env)
             kept = Path(temporary) / "kept"
             kept.mkdir()
             os.replace(folder / FEEDER, kept / FEEDER)
@@ -183,10 +208,15 @@ def build(verilog: Path, driver: str = COCOTB, *, waves: bool = False, cache_dir
 
 
 def _compile(
-    verilog: Path, flags: list[str], driver: str, waves: bool, folder: Path, env: dict[str, str]
+    verilog: Path, bench: Bench, driver: str, waves: bool, folder: Path, env: dict[str, str]
 ) -> None:
     log = folder / "build.log"
-    sources = [str(path) for path in (*SOURCES, verilog)]
+    flags = _flags(bench, driver, waves)
+    sources = [str(path) for path in (*bench.sources, verilog)]
+    if bench.glue:
+        glue = folder / "glue.sv"
+        glue.write_text(bench.glue, encoding="utf-8")
+        sources.append(str(glue))
     if driver == COCOTB:
         arguments = {
             "sources": sources,
@@ -228,6 +258,33 @@ def _run_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(drop)}
 
 
+def simulate(simulator: Path, folder: Path, plusargs: list[str], *, waves: Path | None, seed: int) -> None:
+    """Run a built simulator under cocotb in ``folder``, which gets ``run.log`` and ``results.xml``."""
+    arguments = {
+        "test_module": "sim.bench.cocotb_stream",
+        "hdl_toplevel": FEEDER,
+        "hdl_toplevel_lang": "verilog",
+        "build_dir": str(simulator),
+        "test_dir": str(folder),
+        "results_xml": str(folder / "results.xml"),
+        "plusargs": plusargs,
+        "waves": waves is not None,
+        "seed": seed,
+    }
+    log = folder / "run.log"
+    _call_runner("test", arguments, folder=folder, env=_run_environment(), log=log, what="the simulation")
+    if waves is not None:
+        shutil.move(folder / "dump.vcd", waves)
+
+
+def check_verdict(folder: Path, broken: bool, faults: list[str]) -> None:
+    """Raises :class:`SimulationError` when cocotb's own verdict is another one than the feeder's."""
+    tests, failed = get_results(folder / "results.xml")
+    if tests != 1 or bool(failed) != broken:
+        found = "; ".join(faults) or "no fault"
+        raise SimulationError(f"cocotb ran {tests} tests, {failed} failed, the feeder reports: {found}")
+
+
 def run_cocotb(
     verilog: Path, job: StreamJob, *, waves: Path | None = None, cache_dir: Path | None = None
 ) -> StreamResult:
@@ -243,31 +300,14 @@ def run_cocotb(
     with tempfile.TemporaryDirectory(prefix="dtp-") as temporary:
         folder = Path(temporary)
         files, log = Files(folder), folder / "run.log"
-        wall, verdict = folder / "wall.txt", folder / "results.xml"
+        wall = folder / "wall.txt"
         files.write_input(job)
-        arguments = {
-            "test_module": "sim.bench.cocotb_stream",
-            "hdl_toplevel": FEEDER,
-            "hdl_toplevel_lang": "verilog",
-            "build_dir": str(simulator),
-            "test_dir": str(folder),
-            "results_xml": str(verdict),
-            "plusargs": [*files.plusargs(job), f"+wall={wall}"],
-            "waves": waves is not None,
-            "seed": job.seed,
-        }
-        _call_runner("test", arguments, folder=folder, env=_run_environment(), log=log, what="the simulation")
-        if waves is not None:
-            shutil.move(folder / "dump.vcd", waves)
+        simulate(simulator, folder, [*files.plusargs(job), f"+wall={wall}"], waves=waves, seed=job.seed)
         try:
-            result = files.read_result(job, ports, _wall(wall))
-            tests, failed = get_results(verdict)
+            result = files.read_result(job, ports, read_wall(wall))
+            check_verdict(folder, result.timed_out or not result.protocol_ok or result.extra_beats > 0, result.faults)
         except (SimulationError, RuntimeError, OSError) as error:
-            raise SimulationError(f"{error}:\n{_tail(log)}") from None
-        broken = result.timed_out or not result.protocol_ok or result.extra_beats > 0
-        if tests != 1 or bool(failed) != broken:
-            found = "; ".join(result.faults) or "no fault"
-            raise SimulationError(f"cocotb ran {tests} tests, {failed} failed, the feeder reports: {found}")
+            raise SimulationError(f"{error}:\n{log_tail(log)}") from None
         return result
 
 
@@ -282,10 +322,10 @@ def run_bare(verilog: Path, job: StreamJob, *, cache_dir: Path | None = None) ->
         files.write_input(job)
         command = [str(simulator / FEEDER), *files.plusargs(job)]
         _run(command, folder=folder, env=_run_environment(), log=log, what="the simulation")
-        return files.read_result(job, ports, _wall(log))
+        return files.read_result(job, ports, read_wall(log))
 
 
-def _wall(path: Path) -> float:
+def read_wall(path: Path) -> float:
     match = re.search(r"^wall_s ([\d.]+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     if match is None:
         raise SimulationError("the simulator reported no run time")

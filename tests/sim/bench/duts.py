@@ -7,10 +7,14 @@ from pathlib import Path
 
 import numpy as np
 from amaranth.back import verilog
-from amaranth.hdl import Module, Signal
+from amaranth.hdl import Array, Module, Signal, unsigned
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from numpy.typing import NDArray
+
+from rtl.lib.streams import RegisterSlice
+from rtl.operands import WriteLayout
+from rtl.units import UnitTop
 
 
 class Fault(Enum):
@@ -152,3 +156,101 @@ def expected(beats: NDArray[np.uint8], out_bytes: int) -> NDArray[np.uint8]:
     width = min(out_bytes, beats.shape[1])
     out[:, :width] = beats[:, :width] ^ 0x5A
     return out
+
+
+class Crossing(wiring.Component):
+    """Several streams: ``o`` is ``wide`` with the data of ``i`` added to its low bits, one word of each at a time.
+
+    ``sum`` counts the low bytes that came out, plus ``offset``. The five channels of AXI4-Lite reach four registers.
+    """
+
+    def __init__(self, wide_bits: int, fault: Fault = Fault.NONE):
+        self.fault = fault
+        word = data.StructLayout({"data": unsigned(wide_bits), "last": unsigned(1)})
+        super().__init__(
+            {
+                "i": In(stream.Signature(data.StructLayout({"data": data.ArrayLayout(8, 2), "last": unsigned(1)}))),
+                "wide": In(stream.Signature(unsigned(wide_bits))),
+                "o": Out(stream.Signature(word)),
+                "offset": In(8),
+                "sum": Out(8),
+                "poke": In(WriteLayout(4, 32)),
+                "aw": In(stream.Signature(data.StructLayout({"addr": 4, "prot": 3}))),
+                "w": In(stream.Signature(data.StructLayout({"data": 32, "strb": 4}))),
+                "b": Out(stream.Signature(data.StructLayout({"resp": 2}))),
+                "ar": In(stream.Signature(data.StructLayout({"addr": 4, "prot": 3}))),
+                "r": Out(stream.Signature(data.StructLayout({"data": 32, "resp": 2}))),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        fault = self.fault
+        m.submodules.slice = out = RegisterSlice(self.o.payload.shape())
+        waited = Signal()
+        m.d.sync += waited.eq(self.o.valid & ~self.o.ready)
+        there = self.wide.valid if fault is Fault.TAKES_INVALID else self.i.valid & self.wide.valid
+        total = Signal(8)
+        m.d.comb += [
+            out.i.valid.eq(there),
+            out.i.payload.data.eq(self.wide.payload + self.i.payload.data.as_value()),
+            out.i.payload.last.eq(self.i.payload.last),
+            self.i.ready.eq(out.i.ready & self.wide.valid),
+            self.wide.ready.eq(out.i.ready & there),
+            self.o.payload.eq(out.o.payload),
+            self.o.valid.eq(out.o.valid),
+            out.o.ready.eq(self.o.ready),
+            self.sum.eq(total + self.offset),
+        ]
+        with m.If(self.o.valid & self.o.ready):
+            m.d.sync += total.eq(total + self.o.payload.data[:8])
+        if fault is Fault.DEAD:
+            m.d.comb += [self.o.valid.eq(0), out.o.ready.eq(1)]
+        elif fault is Fault.CHANGES:
+            with m.If(waited):
+                m.d.comb += self.o.payload.data.eq(~out.o.payload.data)
+        elif fault is Fault.WITHDRAWS:
+            with m.If(waited):
+                m.d.comb += [self.o.valid.eq(0), out.o.ready.eq(0)]
+        elif fault is Fault.DROPS:
+            with m.If(self.i.payload.last):
+                m.d.comb += out.i.valid.eq(0)
+        elif fault is Fault.EXTRA:
+            again = Signal()
+            with m.If(self.o.valid & self.o.ready & self.o.payload.last):
+                m.d.sync += again.eq(1)
+            with m.If(again):
+                m.d.comb += [self.o.valid.eq(1), out.o.ready.eq(0)]
+                with m.If(self.o.ready):
+                    m.d.sync += again.eq(0)
+
+        registers = Array(Signal(32, name=f"register_{n}") for n in range(4))
+        write = self.aw.valid & self.w.valid & (~self.b.valid | self.b.ready)
+        m.d.comb += [self.aw.ready.eq(write), self.w.ready.eq(write), self.ar.ready.eq(~self.r.valid | self.r.ready)]
+        with m.If(self.b.ready):
+            m.d.sync += self.b.valid.eq(0)
+        with m.If(write):
+            m.d.sync += [self.b.valid.eq(1), self.b.payload.resp.eq(self.aw.payload.prot[0])]
+            for n in range(4):
+                with m.If(self.w.payload.strb[n]):
+                    value = self.w.payload.data.word_select(n, 8)
+                    m.d.sync += registers[self.aw.payload.addr[2:]].word_select(n, 8).eq(value)
+        with m.If(self.poke.en):
+            m.d.sync += registers[self.poke.addr].eq(self.poke.data)
+        with m.If(self.r.ready):
+            m.d.sync += self.r.valid.eq(0)
+        with m.If(self.ar.valid & self.ar.ready):
+            m.d.sync += [
+                self.r.valid.eq(1),
+                self.r.payload.data.eq(registers[self.ar.payload.addr[2:]]),
+                self.r.payload.resp.eq(self.ar.payload.prot),
+            ]
+        return m
+
+
+def emit_unit(component: wiring.Component, folder: Path) -> Path:
+    """Verilog file of any component, module ``top`` of :class:`rtl.units.UnitTop`."""
+    top = UnitTop(component)
+    path = folder / "top.v"
+    path.write_text(verilog.convert(top, name="top", ports=top.ports, emit_src=False))
+    return path
