@@ -8,11 +8,13 @@ from amaranth.lib.wiring import In, Out, connect, flipped
 
 from dtp.config import Config
 from dtp.gated import GatedParams, RowError
+from dtp.registers import gated_registers
 from rtl.attention import AttentionTile, InputLayout, OutputLayout
 from rtl.geometry import Geometry, SettingsLayout
 from rtl.lib.multiplier import CopyRegister, Target
+from rtl.registers import AxiLiteRegisters
 
-__all__ = ["GatedAttention"]
+__all__ = ["GatedAttention", "GatedTop"]
 
 _STATUS = (
     "busy", "error", "failed", "transport_error", "saturations", "field_error", "field_saturated", "pruner_error",
@@ -103,4 +105,65 @@ class GatedAttention(wiring.Component):
             m.d.sync += dropping.eq(inside & ~(taken & self.geometry.payload.last))
         with m.Elif(taken & self.geometry.payload.last):
             m.d.sync += dropping.eq(0)
+        return m
+
+
+class GatedTop(wiring.Component):
+    """:class:`GatedAttention` behind a control port; the registers are ``docs/registers.md``.
+
+    Parameters
+    ----------
+    config: the processor
+    target: plain description or explicit ECP5 cells
+
+    Members
+    -------
+    i, o, geometry: as of :class:`GatedAttention`
+    abort: In(1), as the register's
+    aw, w, b, ar, r: channels of the AXI4-Lite slave, as of :class:`rtl.registers.AxiLiteRegisters`
+    """
+
+    def __init__(self, config: Config, *, target: Target = Target.GENERIC) -> None:
+        self.config = config
+        self._inner = inner = GatedAttention(config, target=target)
+        self._registers = registers = AxiLiteRegisters(gated_registers(config))
+        channels = {name: registers.signature.members[name] for name in ("aw", "w", "b", "ar", "r")}
+        streams = {name: inner.signature.members[name] for name in ("i", "o", "geometry", "abort")}
+        super().__init__({**streams, **channels})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        m.submodules.attention = inner = self._inner
+        m.submodules.registers = registers = self._registers
+        for name in ("i", "geometry"):
+            connect(m, flipped(getattr(self, name)), getattr(inner, name))
+        for name in ("aw", "w", "ar"):
+            connect(m, flipped(getattr(self, name)), getattr(registers, name))
+        connect(m, inner.o, flipped(self.o))
+        for name in ("b", "r"):
+            connect(m, getattr(registers, name), flipped(getattr(self, name)))
+
+        values, pulses, shown = registers.values, registers.pulses, registers.inputs
+        settings = inner.settings
+        m.d.comb += [
+            *(settings[name].eq(values.source[name]) for name in ("fresh", "weight", "maximum", "step")),
+            *(settings[name].eq(values.gate[name]) for name in ("gate", "band")),
+            *(settings[f"{name}_{end}"].eq(values[name][end]) for name in ("theta", "band") for end in ("low", "high")),
+            settings.budget.eq(values.budget.budget),
+            inner.clear.eq(pulses.control.clear),
+            inner.abort.eq(self.abort | pulses.control.abort),
+            shown.status.busy.eq(inner.busy),
+            shown.status.rows.eq(inner.rows),
+            shown.error.geometry.eq(inner.error),
+            shown.error.transport.eq(inner.transport_error),
+            shown.error.field.eq(inner.field_error),
+            shown.error.pruner.eq(inner.pruner_error),
+            shown.error.rows.eq(inner.row_error),
+            shown.error.saturated.eq(inner.field_saturated),
+            shown.status.failed.eq(shown.error.as_value().any()),
+            *(
+                shown[name].count.eq(getattr(inner, name))
+                for name in ("kept", "legal", "skipped", "heads", "saturations")
+            ),
+        ]
         return m

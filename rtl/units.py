@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -14,16 +15,20 @@ from amaranth.lib.wiring import Flow
 
 from dtp.config import Config
 from dtp.errors import must
+from dtp.gated import MAX_HEADS, ROW_QUEUE, GatedParams
+from dtp.gated import VERSION as RUN_VERSION
 from dtp.holonomy import FieldParams
 from dtp.job import DESCRIPTOR_VERSION
 from dtp.kernel import KernelParams
 from dtp.matrix import MatrixParams
 from dtp.normaliser import NormaliserParams
 from dtp.pruner import PrunerParams
+from dtp.registers import gated_registers
 from dtp.softmax import SoftmaxParams
 from dtp.transport import TransportParams
 from rtl.attention import AttentionTile, array_params
 from rtl.commutator import CommutatorUnit
+from rtl.gated import GatedTop
 from rtl.holonomy import HolonomyField
 from rtl.lib.multiplier import Target
 from rtl.operands import WriteLayout
@@ -181,6 +186,7 @@ class Unit(Enum):
     HOLONOMY = "holonomy"
     COMMUTATOR = "commutator"
     PRUNER = "pruner"
+    GATED = "gated"
 
 
 @dataclass(frozen=True)
@@ -240,6 +246,17 @@ def _pruner(config: Config) -> dict[str, Any]:
     return _about(asdict(p), _named(p, "combine_cycles aggregate_cycles score_cycles row_out_cycles"))
 
 
+def _gated(config: Config) -> dict[str, Any]:
+    p = GatedParams(config)
+    sizes = _named(p, "max_tokens max_blocks max_words descriptor_beats factor_beats probe_beats beat_scores")
+    return {
+        "descriptor_version": DESCRIPTOR_VERSION,
+        "run_version": RUN_VERSION,
+        "parameters": sizes | {"max_heads": MAX_HEADS, "row_queue": ROW_QUEUE},
+        "registers": json.loads(gated_registers(config).to_json()),
+    }
+
+
 def _about(parameters: dict[str, Any], latencies: dict[str, Any]) -> dict[str, Any]:
     return {"parameters": parameters, "latencies": latencies}
 
@@ -254,4 +271,5 @@ UNITS: Mapping[Unit, UnitEntry] = {
     Unit.HOLONOMY: UnitEntry(lambda c, target: HolonomyField(field_params(c), target=target), _holonomy),
     Unit.COMMUTATOR: UnitEntry(lambda c, target: CommutatorUnit(c, target=target), _commutator),
     Unit.PRUNER: UnitEntry(lambda c, target: Pruner(pruner_params(c), target=target), _pruner),
+    Unit.GATED: UnitEntry(lambda c, target: GatedTop(c, target=target), _gated),
 }

@@ -26,9 +26,10 @@ from rich.table import Table
 
 from dtp.config import PRESETS
 from dtp.errors import DtpError, MissingToolError, must
+from dtp.pruner import Source
 from dtp.workload import Mode
 from sim.bench.stream import SimulationError
-from tools import verbs
+from tools import gated, verbs
 from tools.verbs import Progress
 
 OK, FAILED, BAD_INPUT, MISSING_TOOL, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 3, 130, 141
@@ -66,6 +67,22 @@ JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help=
 SeedOption = Annotated[int, typer.Option(parser=_integer, metavar="N", help="Equal seeds give equal results.")]
 CommutatorOption = Annotated[
     bool, typer.Option("--commutator", help="Also hidden state and matrices of the layer; one layer, one input.")
+]
+UnitOption = Annotated[str, typer.Option("--unit", metavar="NAME", help="attention, or gated: blocks kept by a gate.")]
+SourceOption = Annotated[
+    str | None, typer.Option("--source", help="Scores of the gate: holonomy, table (the file's scores) or both.")
+]
+KeptOption = Annotated[
+    float | None, typer.Option("--kept", parser=_number, metavar="X", help="One threshold that keeps this fraction.")
+]
+ThetaOption = Annotated[
+    int | None, typer.Option("--theta", parser=_integer, metavar="N", help="Threshold, in 1/16384; default open.")
+]
+BudgetOption = Annotated[
+    int | None, typer.Option("--budget", parser=_integer, metavar="N", help="Blocks kept in each row instead.")
+]
+WeightOption = Annotated[
+    int | None, typer.Option("--weight", parser=_integer, metavar="N", help="Of holonomy beside a table, in 1/16.")
 ]
 OutputFile = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Workload file to write.")]
 
@@ -357,14 +374,45 @@ def _shape(workload: verbs.WorkloadSummary) -> str:
 
 
 @app.command("simulate")
-def simulate_command(config: ConfigArgument, workload: WorkloadArgument, json: JsonOption = None) -> None:
+def simulate_command(
+    config: ConfigArgument,
+    workload: WorkloadArgument,
+    unit: UnitOption = "attention",
+    source: SourceOption = None,
+    kept: KeptOption = None,
+    theta: ThetaOption = None,
+    budget: BudgetOption = None,
+    weight: WeightOption = None,
+    json: JsonOption = None,
+) -> None:
     """Golden model and cycle model of a workload."""
     _check_json(json)
+    policy = _policy(unit, source=source, kept=kept, theta=theta, budget=budget, weight=weight)
     with _progress() as progress:
-        result = verbs.simulate(config, workload, progress=progress)
+        if policy is None:
+            result = verbs.simulate(config, workload, progress=progress)
+        else:
+            result = gated.simulate_gated(config, workload, policy, progress=progress)
     _console().print(_pairs(f"{workload.name} on {result.config}", _model_rows(result)))
     _note(result.note)
     _write_json(json, result)
+
+
+def _policy(unit: str, **options: Any) -> gated.GatePolicy | None:
+    """What the options of the gate say; None for a unit without one."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if unit == "attention":
+        for name, value in given.items():
+            raise must("dtp", f"--{name}", "absent without --unit gated", value)
+        return None
+    if unit != "gated":
+        raise must("dtp", "--unit", "attention or gated", unit)
+    if "source" in given:
+        names = {source.name.lower(): source for source in Source}
+        if given["source"] not in names:
+            raise must("dtp", "--source", f"one of {', '.join(names)}", given["source"])
+        given["source"] = names[given["source"]]
+    return gated.GatePolicy(**given)
 
 
 def _model_rows(result: verbs.SimulateResult) -> list[tuple[str, str]]:
@@ -380,6 +428,13 @@ def _model_rows(result: verbs.SimulateResult) -> list[tuple[str, str]]:
         ("array utilisation", _percent(result.array_utilisation)),
         ("array busy", f"{result.array_busy_cycles} cycles"),
     ]
+    if isinstance(result, gated.GateFigures):
+        share = f"{result.kept_blocks} of {result.legal_blocks} blocks, {_percent(result.kept_fraction)}"
+        rows += [
+            (f"kept, by {result.source}", share + (f", {result.skipped_heads} heads skipped" * bool(result.skipped_heads))),
+            ("cycles without a gate", f"{result.cycles_dense}, ratio {result.cycles_ratio:.4f}"),
+            ("output error against dense", f"{result.output_error:.4g}"),
+        ]
     rows += [(f"stalled: {name.replace('_', ' ')}", f"{count} cycles") for name, count in result.stalls.items()]
     saturated = (result.score_saturations, result.lift_saturations, result.output_saturations)
     rows.append(("saturated scores, lifts, outputs", ", ".join(map(str, saturated))))
@@ -405,6 +460,12 @@ def cosim_command(
         float, typer.Option(parser=_number, metavar="P", help="Probability of a stall on both streams, each cycle.")
     ] = 0.0,
     seed: SeedOption = 0,
+    unit: UnitOption = "attention",
+    source: SourceOption = None,
+    kept: KeptOption = None,
+    theta: ThetaOption = None,
+    budget: BudgetOption = None,
+    weight: WeightOption = None,
     json: JsonOption = None,
 ) -> int:
     """The generated Verilog beside both models.
@@ -413,8 +474,13 @@ def cosim_command(
     with the cycle model.
     """
     _check_json(json)
+    policy = _policy(unit, source=source, kept=kept, theta=theta, budget=budget, weight=weight)
+    conditions: dict[str, Any] = {"waves": waves, "stalls": stalls, "seed": seed}
     with _progress() as progress:
-        result = verbs.cosim(config, workload, waves=waves, stalls=stalls, seed=seed, progress=progress)
+        if policy is None:
+            result = verbs.cosim(config, workload, **conditions, progress=progress)
+        else:
+            result = gated.cosim_gated(config, workload, policy, **conditions, progress=progress)
     rows = _model_rows(result)
     rows[3:3] = [("cycles, RTL", "–" if result.cycles_rtl is None else str(result.cycles_rtl))]
     rows += [

@@ -68,7 +68,7 @@ ConfigLike = Config | str | Path
 WorkloadLike = Workload | str | Path
 
 
-def _quiet(_what: str, _fraction: float | None) -> None:
+def quiet(_what: str, _fraction: float | None) -> None:
     pass
 
 
@@ -342,7 +342,7 @@ def presets() -> PresetsResult:
     return PresetsResult(presets=tuple(found), wall_s=time.monotonic() - start)
 
 
-def generate(config: ConfigLike, folder: str | Path, *, progress: Progress = _quiet) -> GenerateResult:
+def generate(config: ConfigLike, folder: str | Path, *, progress: Progress = quiet) -> GenerateResult:
     """Write ``top.v``, ``manifest.json`` and ``config.toml``; equal configurations give equal bytes.
 
     A folder that does not exist appears when all is written. In one that does, each file is replaced in one step
@@ -382,11 +382,11 @@ def generate(config: ConfigLike, folder: str | Path, *, progress: Progress = _qu
 
 
 @lru_cache(maxsize=4)
-def emitted(config: Config) -> Any:
-    """The generated design of a configuration, :class:`rtl.emit.Emitted`; made once a process."""
-    from rtl.emit import emit
+def emitted(config: Config, unit: str = "attention") -> Any:
+    """The generated design of a unit of a configuration, :class:`rtl.emit.Emitted`; made once a process."""
+    from rtl.emit import Unit, emit
 
-    return emit(config)
+    return emit(config, Unit(unit))
 
 
 def _check_folder(place: Path, shown: str | Path) -> None:
@@ -488,7 +488,7 @@ def _saved(workload: Workload, path: Path, start: float) -> WorkloadResult:
 
 
 @dataclass(frozen=True, eq=False)
-class _Models:
+class Models:
     """Everything that both models say about a workload on a configuration."""
 
     config: Config
@@ -500,7 +500,7 @@ class _Models:
 
 
 def simulate(
-    config: ConfigLike, workload: WorkloadLike, *, reference: bool = True, progress: Progress = _quiet
+    config: ConfigLike, workload: WorkloadLike, *, reference: bool = True, progress: Progress = quiet
 ) -> SimulateResult:
     """Golden model and cycle model; accuracy against PyTorch where that is installed.
 
@@ -518,7 +518,7 @@ def simulate(
     return SimulateResult(**models.fields, wall_s=time.monotonic() - start)
 
 
-def _run_models(config: Config, workload: Workload, reference: bool, progress: Progress) -> _Models:
+def _run_models(config: Config, workload: Workload, reference: bool, progress: Progress) -> Models:
     from dtp.attention import golden
     from dtp.quantise import quantise
     from sim.cycles.attention import predict
@@ -532,7 +532,21 @@ def _run_models(config: Config, workload: Workload, reference: bool, progress: P
     progress("cycle model", None)
     begin = time.monotonic()
     prediction = predict(config, heads)
-    model_wall_s = time.monotonic() - begin
+    wall_s = time.monotonic() - begin
+    return models_of(config, workload, heads, results, prediction, wall_s, reference, progress)
+
+
+def models_of(
+    config: Config,
+    workload: Workload,
+    heads: Sequence[Any],
+    results: Sequence[Any],
+    prediction: Any,
+    model_wall_s: float,
+    reference: bool,
+    progress: Progress,
+) -> Models:
+    """What golden results and a prediction that took ``model_wall_s`` say, accuracy included."""
     cycles = int(prediction.total_cycles)
     macs = workload.useful_macs()
     outputs = np.stack([result.outputs_real for result in results])
@@ -558,7 +572,7 @@ def _run_models(config: Config, workload: Workload, reference: bool, progress: P
         "output_saturations": sum(int(result.output_saturations) for result in results),
         "note": note,
     }
-    return _Models(config, workload, tuple(heads), tuple(results), prediction, fields)
+    return Models(config, workload, tuple(heads), tuple(results), prediction, fields)
 
 
 def _scales(config: Config, workload: Workload, head: Any) -> HeadScales:
@@ -623,7 +637,7 @@ def cosim(
     seed: int = 0,
     reference: bool = True,
     cache_dir: Path | None = None,
-    progress: Progress = _quiet,
+    progress: Progress = quiet,
 ) -> CosimResult:
     """Both models and the generated Verilog, run by cocotb on Verilator, all heads back to back.
 
@@ -646,15 +660,7 @@ def cosim(
     """
     start = time.monotonic()
     config, workload = as_config(config), as_workload(workload)
-    if not 0 <= stalls < 1:
-        raise must("cosim", "stalls", "at least 0 and less than 1", stalls)
-    if seed < 0:
-        raise must("cosim", "seed", "an integer of at least 0", seed)
-    if waves is not None:
-        check_writable(Path(waves), "waveform file")
-    from sim.bench.toolchain import find_toolchain
-
-    find_toolchain()
+    check_conditions(waves, stalls, seed)
     models = _run_models(config, workload, reference, progress)
     result = _run_rtl(models, waves, stalls, seed, cache_dir, progress)
     differences, compared = compare_outputs(config, models.heads, models.golden, result)
@@ -665,12 +671,8 @@ def cosim(
         late = compare_cycles(models.prediction, result)
         cycles_equal = late is None
         differences += [] if late is None else [late]
-    cycles_rtl = None
-    if result.first_input_cycle is not None and len(result.cycles):
-        cycles_rtl = int(result.cycles[-1]) - result.first_input_cycle + 1
-        utilisation = models.fields["macs"] / (cycles_rtl * config.macs)
-    else:
-        utilisation = 0.0
+    cycles_rtl = cycles_of(result)
+    utilisation = models.fields["macs"] / (cycles_rtl * config.macs) if cycles_rtl else 0.0
     return CosimResult(
         **{**models.fields, "array_utilisation": utilisation},
         bit_exact=bit_exact,
@@ -685,6 +687,34 @@ def cosim(
         waves=None if waves is None else Path(waves),
         wall_s=time.monotonic() - start,
     )
+
+
+def check_conditions(waves: str | Path | None, stalls: float, seed: int) -> None:
+    """Refuse, before a long run, what a co-simulation cannot be run with.
+
+    Raises
+    ------
+    DtpError
+        Stalls or a seed out of range; a waveform file that cannot be written.
+    MissingToolError
+        A program of the co-simulation is not installed.
+    """
+    if not 0 <= stalls < 1:
+        raise must("cosim", "stalls", "at least 0 and less than 1", stalls)
+    if seed < 0:
+        raise must("cosim", "seed", "an integer of at least 0", seed)
+    if waves is not None:
+        check_writable(Path(waves), "waveform file")
+    from sim.bench.toolchain import find_toolchain
+
+    find_toolchain()
+
+
+def cycles_of(result: Any) -> int | None:
+    """From the first input beat to the last output beat, both counted; None without beats."""
+    if result.first_input_cycle is None or not len(result.cycles):
+        return None
+    return int(result.cycles[-1]) - int(result.first_input_cycle) + 1
 
 
 def stream_job(config: Config, heads: Sequence[Any], total_cycles: int, stalls: float, seed: int) -> Any:
@@ -708,7 +738,7 @@ def stream_job(config: Config, heads: Sequence[Any], total_cycles: int, stalls: 
 
 
 def _run_rtl(
-    models: _Models,
+    models: Models,
     waves: str | Path | None,
     stalls: float,
     seed: int,
@@ -819,7 +849,7 @@ def fpga(
     freq_mhz: float = 110.0,
     speed: int = 8,
     save: bool = False,
-    progress: Progress = _quiet,
+    progress: Progress = quiet,
 ) -> Any:
     """Place and route on an LFE5U-85F; the :class:`~tools.fpga.FpgaReport`.
 
