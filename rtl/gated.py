@@ -146,7 +146,7 @@ class GatedTop(wiring.Component):
         values, pulses, shown = registers.values, registers.pulses, registers.inputs
         settings = inner.settings
         m.d.comb += [
-            *(settings[name].eq(values.source[name]) for name in ("fresh", "weight", "maximum", "step")),
+            *(settings[name].eq(values.scores[name]) for name in ("fresh", "weight", "maximum", "step")),
             *(settings[name].eq(values.gate[name]) for name in ("gate", "band")),
             *(settings[f"{name}_{end}"].eq(values[name][end]) for name in ("theta", "band") for end in ("low", "high")),
             settings.budget.eq(values.budget.budget),

@@ -131,7 +131,10 @@ class UnitTop(Elaboratable):
 def _is_axi_lite(component: wiring.Component) -> bool:
     """Whether all five channels are there, with their fields."""
     ports = [(getattr(component, name, None), fields) for name, fields in _AXI_LITE.items()]
-    return all(hasattr(port, "payload") and tuple(_payload_parts(port.payload)) == fields for port, fields in ports)
+    return all(
+        port is not None and hasattr(port, "payload") and tuple(_payload_parts(port.payload)) == fields
+        for port, fields in ports
+    )
 
 
 def _payload_parts(payload: Any) -> dict[str, Any]:

@@ -430,8 +430,10 @@ def _model_rows(result: verbs.SimulateResult) -> list[tuple[str, str]]:
     ]
     if isinstance(result, gated.GateFigures):
         share = f"{result.kept_blocks} of {result.legal_blocks} blocks, {_percent(result.kept_fraction)}"
+        if result.skipped_heads:
+            share += f", {result.skipped_heads} heads skipped"
         rows += [
-            (f"kept, by {result.source}", share + (f", {result.skipped_heads} heads skipped" * bool(result.skipped_heads))),
+            (f"kept, by {result.source}", share),
             ("cycles without a gate", f"{result.cycles_dense}, ratio {result.cycles_ratio:.4f}"),
             ("output error against dense", f"{result.output_error:.4g}"),
         ]

@@ -33,6 +33,7 @@ from dtp.job import (
     status_beats,
     unpack_outputs,
 )
+from dtp.registers import gated_registers
 
 ROOT = Path(__file__).resolve().parents[1]
 _MARKER = re.compile(r"<!-- generated:([\w-]+) -->\n(.*?)<!-- /generated:\1 -->", re.DOTALL)
@@ -237,6 +238,11 @@ def ports_table() -> str:
     return _table(["port", "direction", *(f"bits, `{name}`" for name in PRESETS)], rows)
 
 
+def registers_table() -> str:
+    """Registers and fields of the gated top."""
+    return gated_registers(Config.load("ecp5-85k")).to_markdown()
+
+
 def verbs_table() -> str:
     """The command's verbs with arguments and options."""
     import typer
@@ -314,6 +320,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "output-order": output_order_table,
     "latencies": latencies_table,
     "ports": ports_table,
+    "registers": registers_table,
     "parameters": parameters_table,
     "verbs": verbs_table,
     "results": results_table,
@@ -324,7 +331,14 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 """Generated parts of the docs by name."""
 
-PAGES = ("README.md", "docs/interface.md", "docs/workload.md", "docs/tile.md", "docs/gated.md")
+PAGES = (
+    "README.md",
+    "docs/interface.md",
+    "docs/workload.md",
+    "docs/tile.md",
+    "docs/gated.md",
+    "docs/registers.md",
+)
 """Pages that may hold generated parts."""
 
 

@@ -34,8 +34,8 @@ from tools import verbs
 from tools.verbs import ConfigLike, CosimResult, Models, Progress, SimulateResult, WorkloadLike
 
 __all__ = [
-    "GateFigures", "GatePolicy", "GatedCosimResult", "GatedModels", "GatedSimulateResult", "cosim_gated", "gated_models",
-    "simulate_gated",
+    "GateFigures", "GatePolicy", "GatedCosimResult", "GatedModels", "GatedSimulateResult", "cosim_gated",
+    "gated_models", "simulate_gated",
 ]  # fmt: skip
 
 START_CYCLE = 64
@@ -199,9 +199,8 @@ def gated_models(
     begin = time.monotonic()
     prediction = predict_gated(config, heads, [(geometry.run, settings)])
     wall_s = time.monotonic() - begin
-    blocks = config.blocks(workload.tokens)
-    whole = np.stack([head.block_mask for head in heads])
-    masked = replace(workload, block_mask=whole.reshape(-1, blocks, blocks), block=config.block, allow_empty_rows=True)
+    masks = np.stack([np.asarray(head.block_mask) for head in heads])
+    masked = replace(workload, block_mask=masks, block=config.block, allow_empty_rows=True)
     models = verbs.models_of(config, masked, heads, results, prediction, wall_s, reference, progress)
     exact = np.stack([result.outputs_real for result in before])
     error = np.stack([result.outputs_real for result in results]) - exact
@@ -290,7 +289,7 @@ def register_writes(config: Config, settings: PrunerSettings) -> list[tuple[int,
     """Address and word of every register that a run's settings need."""
     described = gated_registers(config)
     words = {
-        "source": {
+        "scores": {
             "weight": settings.weight, "fresh": 1, "maximum": 0, "step": settings.step(0),
         },
         "gate": {"gate": int(settings.gate), "band": int(settings.band)},
@@ -407,5 +406,5 @@ def compare_registers(config: Config, found: GatedModels, result: Any) -> list[s
             for field, value in wanted[name].items()
             if shown[field] != value
         ]
-    lines += [f"register write {n}: answer {code}" for n, code in enumerate(result.outputs["s_axil_b"].payloads) if code]
-    return lines
+    answers = result.outputs["s_axil_b"].payloads
+    return lines + [f"register write {n}: answer {code}" for n, code in enumerate(answers) if code]
