@@ -128,9 +128,14 @@ class GatedParams:
         return self.max_tokens // self.config.block
 
     @cached_property
+    def engine(self) -> Config:
+        """The configuration of the engine: vectors are no longer than a head is wide."""
+        return self.config.changed(transport_width=1 << (self.config.max_width - 1).bit_length())
+
+    @cached_property
     def transport(self) -> TransportParams:
         """The engine."""
-        return TransportParams(self.config)
+        return TransportParams(self.engine)
 
     @cached_property
     def field(self) -> FieldParams:

@@ -29,6 +29,8 @@ _SETTINGS = (
     "fresh", "weight", "maximum", "step", "gate", "theta_low", "theta_high", "budget", "band", "band_low", "band_high",
 )  # fmt: skip
 _COUNT_BITS = 16
+CHIP_MULTIPLIERS = 156
+"""18 × 18 multipliers of the largest ECP5."""
 
 
 class SettingsLayout(data.StructLayout):
@@ -123,7 +125,7 @@ class Geometry(wiring.Component):
     def elaborate(self, platform: object) -> Module:
         m = Module()
         p = self.params
-        m.submodules.core = core = TransportCore(self.config, target=self._target)
+        m.submodules.core = core = TransportCore(p.engine, target=self._target, logic_products=self._logic_products())
         m.submodules.field = field = HolonomyField(p.field, target=self._target)
         m.submodules.pruner = pruner = Pruner(p.pruner, target=self._target)
         table = BlockQueue(ScoreBeatLayout(p.pruner), 2 * p.max_blocks**2, target=self._target)
@@ -151,6 +153,13 @@ class Geometry(wiring.Component):
         self._heads(m, fields, start, pruner)
         self._transports(m, fields, start, core, field, probes, probe_memory)
         return m
+
+    def _logic_products(self) -> int:
+        """Products of the engine without a multiplier of the chip, where the field takes the last ones."""
+        c, p = self.config, self.params
+        tile = c.macs + c.lift_tokens + c.normaliser_lanes
+        engine = c.transport_lanes * c.transport_vectors + 2 * c.solve_lanes
+        return max(0, min(p.field.multipliers, tile + engine + p.field.multipliers - CHIP_MULTIPLIERS))
 
     # ---- input -----------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from dtp.transport import (
 )
 from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
-from rtl.lib.multiplier import MultiplexedAdder, Multiplier, Target
+from rtl.lib.multiplier import LogicMultiplier, MultiplexedAdder, Multiplier, Target
 from rtl.lib.streams import RegisterSlice, StreamQueue
 from rtl.solve import JobLayout, SolveLane
 
@@ -81,6 +81,7 @@ class TransportCore(wiring.Component):
     ----------
     config: the processor
     target: plain description or explicit ECP5 cells
+    logic_products: so many of the engine's products are made without multipliers of the chip
 
     Members
     -------
@@ -93,10 +94,11 @@ class TransportCore(wiring.Component):
     idle: Out(1)
     """
 
-    def __init__(self, config: Config, *, target: Target = Target.GENERIC) -> None:
+    def __init__(self, config: Config, *, target: Target = Target.GENERIC, logic_products: int = 0) -> None:
         self.config = config
         self.params = p = TransportParams(config)
         self._target = target
+        self._logic_products = logic_products
         super().__init__(
             {
                 "job": In(stream.Signature(JobLayout(p))),
@@ -303,13 +305,14 @@ class TransportCore(wiring.Component):
                     operand = Signal(signed(REGISTER_BITS), name=f"operand_{v}_{r}")
                     m.d.comb += operand.eq(Mux(expands, middle[v][i], vectors[v][r]))
                     for j in range(TILE_COLUMNS):
-                        unit = Multiplier(self.config.factor_bits, REGISTER_BITS, target=self._target)
+                        unit = self._multiplier((v * p.tile_rows + r) * TILE_COLUMNS + j)
                         m.submodules[f"multiplier_{v}_{r}_{j}"] = unit
                         m.d.comb += [
                             unit.a.eq(tile[r][j] if i == j else Mux(expands, tile[rows[j]][i], tile[r][j])),
-                            unit.a_enable.eq(1),
                             unit.b.eq(operand),
                         ]
+                        if isinstance(unit, Multiplier):
+                            m.d.comb += unit.a_enable.eq(1)
                         terms[j].append(unit.o)
                 sums[v].append([_tree(m, f"sum_{v}_{block}_{j}", terms[j]) for j in range(TILE_COLUMNS)])
         self._project(m, tags, valids, sums, lanes, lane_bits)
@@ -323,6 +326,12 @@ class TransportCore(wiring.Component):
         with m.Else():
             flags = Mux(range_error, int(TransportError.RANGE), 0) | Mux(pivot, int(TransportError.PIVOT), 0)
             m.d.sync += self.error.eq(self.error | flags)
+
+    def _multiplier(self, number: int) -> Multiplier | LogicMultiplier:
+        bits = (self.config.factor_bits, REGISTER_BITS)
+        if number < self._logic_products:
+            return LogicMultiplier(*bits, target=self._target)
+        return Multiplier(*bits, target=self._target)
 
     def _project(
         self,

@@ -16,7 +16,7 @@ from amaranth.lib.wiring import In, Out
 from dtp.array import MULTIPLIER_CYCLES
 from dtp.errors import must
 
-__all__ = ["LATENCY", "CopyRegister", "MultiplexedAdder", "Multiplier", "Selector", "Target"]
+__all__ = ["LATENCY", "CopyRegister", "LogicMultiplier", "MultiplexedAdder", "Multiplier", "Selector", "Target"]
 
 #: Cycles from operands to product.
 LATENCY = MULTIPLIER_CYCLES
@@ -29,6 +29,10 @@ _DSP_BITS = 18
 _SUM_TABLE = sum(((n & 1) ^ (n >> (3 if n & 2 else 2) & 1)) << n for n in range(16))
 #: 0 with C held high, carry A: turns a signal into the carry of the next position.
 _CARRY_TABLE = 0x000A
+#: (A and B) ⊕ (C and D), carry A and B: the sum of two places of partial products.
+_PAIR_TABLE = sum(((n & n >> 1 & 1) ^ (n >> 2 & n >> 3 & 1)) << n for n in range(16))
+#: The same with (A and B) inverted: a partial product that is subtracted, with a carry of one below it.
+_NEGATIVE_PAIR_TABLE = 0xFFFF ^ _PAIR_TABLE
 #: B if C else A.
 _CHOICE_TABLE = sum((n >> (1 if n & 4 else 0) & 1) << n for n in range(16))
 
@@ -127,6 +131,76 @@ class Multiplier(wiring.Component):
         )
 
 
+class LogicMultiplier(wiring.Component):
+    """``o`` is the product of the operands of :data:`LATENCY` cycles ago, without a multiplier of the chip.
+
+    On ECP5 the partial products of two bits of ``a`` share the carry cells that add them (CCU2C): half of what
+    synthesis finds. For the few products that a chip has no multipliers left for.
+
+    Parameters
+    ----------
+    a_bits: width of a signed operand, even, at least 4
+    b_bits: width of the other
+    target: plain description or ECP5 cells
+
+    Members
+    -------
+    a: In(signed(a_bits))
+    b: In(signed(b_bits))
+    o: Out(signed(a_bits + b_bits))
+    """
+
+    def __init__(self, a_bits: int, b_bits: int, *, target: Target = Target.GENERIC) -> None:
+        if a_bits < 4 or a_bits % 2:
+            raise must("LogicMultiplier", "a_bits", "even and at least 4", a_bits)
+        self._target = target
+        super().__init__({"a": In(signed(a_bits)), "b": In(signed(b_bits)), "o": Out(signed(a_bits + b_bits))})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        product = Signal.like(self.o, reset_less=True)
+        m.d.comb += self.o.eq(product)
+        if self._target is not Target.ECP5:
+            a, b = Signal.like(self.a, reset_less=True), Signal.like(self.b, reset_less=True)
+            m.d.sync += [a.eq(self.a), b.eq(self.b), product.eq(a * b)]
+            return m
+        sums: list[Value] = []
+        for n in range(0, len(self.a), 2):
+            pair = Signal(signed(len(self.b) + 2), name=f"pair_{n}", reset_less=True)
+            m.d.sync += pair.eq(self._pair(m, n))
+            sums.append(pair)
+        shift = 2  # between neighbours
+        while len(sums) > 1:
+            level: list[Value] = sums[len(sums) & ~1 :]
+            for n in range(0, len(sums) & ~1, 2):
+                low, high = sums[n], sums[n + 1]
+                width = min(len(self.o), max(len(low), len(high) + shift) + 1) - shift
+                m.submodules[f"sum_{shift}_{n}"] = adder = MultiplexedAdder(width, target=self._target)
+                upper, term = Signal(signed(width)), Signal(signed(width))
+                m.d.comb += [upper.eq(low >> shift), term.eq(high), adder.x0.eq(upper), adder.y.eq(term)]
+                level.insert(n // 2, Cat(low[:shift], adder.o).as_signed())
+            sums, shift = level, 2 * shift
+        m.d.sync += product.eq(sums[0])
+        return m
+
+    def _pair(self, m: Module, n: int) -> Value:
+        """a[n]·b + 2·a[n + 1]·b, the last bit of a being negative."""
+        low, high, last = self.a[n], self.a[n + 1], n + 2 == len(self.a)
+        wide, out = Signal(signed(len(self.b) + 2), name=f"wide_{n}"), Signal(len(self.b) + 2, name=f"out_{n}")
+        m.d.comb += wide.eq(self.b)
+        one, zero = Const(1, 1), Const(0, 1)
+        # The carry that a subtraction starts with, then a place a bit.
+        places = [(_CARRY_TABLE, one if last else zero, zero, one, zero, Signal(name=f"carry_{n}"))]
+        doubled = Cat(zero, wide)
+        for bit in range(len(wide)):
+            if last:
+                places.append((_NEGATIVE_PAIR_TABLE, high, doubled[bit], low, wide[bit], out[bit]))
+            else:
+                places.append((_PAIR_TABLE, low, wide[bit], high, doubled[bit], out[bit]))
+        _carry_chain(m, f"pair_{n}_", places)
+        return out.as_signed()
+
+
 class MultiplexedAdder(wiring.Component):
     """``o = (x1 if select else x0) + y + carry``, modulo 2^width, in one cycle without registers.
 
@@ -176,31 +250,37 @@ class MultiplexedAdder(wiring.Component):
         positions = [(_CARRY_TABLE, self.carry, low, high, low, Signal(name="carry_o"))]
         for n in range(len(self.o)):
             positions.append((_SUM_TABLE, self.y[n], self.select, self.x0[n], self.x1[n], self.o[n]))
-        if len(positions) % 2:
-            positions.append((_CARRY_TABLE, low, low, high, low, Signal(name="idle_o")))
-        chain: Value = low
-        for n in range(0, len(positions), 2):
-            (t0, a0, b0, c0, d0, s0), (t1, a1, b1, c1, d1, s1) = positions[n : n + 2]
-            chain_in, chain = chain, Signal(name=f"chain_{n // 2}")
-            m.submodules[f"cell_{n // 2}"] = Instance(
-                "CCU2C",
-                p_INIT0=Const(t0, 16),
-                p_INIT1=Const(t1, 16),
-                p_INJECT1_0="NO",
-                p_INJECT1_1="NO",
-                i_CIN=chain_in,
-                i_A0=a0,
-                i_B0=b0,
-                i_C0=c0,
-                i_D0=d0,
-                i_A1=a1,
-                i_B1=b1,
-                i_C1=c1,
-                i_D1=d1,
-                o_S0=s0,
-                o_S1=s1,
-                o_COUT=chain,
-            )
+        _carry_chain(m, "", positions)
+
+
+def _carry_chain(m: Module, prefix: str, places: list[tuple[int, Value, Value, Value, Value, Signal]]) -> None:
+    """Cells for a row of places (table, A, B, C, D, sum), from the lowest; an idle one above an odd number."""
+    low, high = Const(0, 1), Const(1, 1)
+    if len(places) % 2:
+        places = [*places, (_CARRY_TABLE, low, low, high, low, Signal(name=f"{prefix}idle_o"))]
+    chain: Value = low
+    for n in range(0, len(places), 2):
+        (t0, a0, b0, c0, d0, s0), (t1, a1, b1, c1, d1, s1) = places[n : n + 2]
+        chain_in, chain = chain, Signal(name=f"{prefix}chain_{n // 2}")
+        m.submodules[f"{prefix}cell_{n // 2}"] = Instance(
+            "CCU2C",
+            p_INIT0=Const(t0, 16),
+            p_INIT1=Const(t1, 16),
+            p_INJECT1_0="NO",
+            p_INJECT1_1="NO",
+            i_CIN=chain_in,
+            i_A0=a0,
+            i_B0=b0,
+            i_C0=c0,
+            i_D0=d0,
+            i_A1=a1,
+            i_B1=b1,
+            i_C1=c1,
+            i_D1=d1,
+            o_S0=s0,
+            o_S1=s1,
+            o_COUT=chain,
+        )
 
 
 class Selector(wiring.Component):

@@ -23,7 +23,7 @@ from dtp.array import MULTIPLIER_CYCLES, ArrayParams
 from dtp.errors import DtpError
 from rtl.array import MacArray
 from rtl.lib.memory import BlockMemory
-from rtl.lib.multiplier import LATENCY, MultiplexedAdder, Multiplier, Selector, Target
+from rtl.lib.multiplier import LATENCY, LogicMultiplier, MultiplexedAdder, Multiplier, Selector, Target
 from sim.bench.toolchain import find_toolchain
 
 CELLS = sorted((Path(__file__).parent / "cells").glob("*.v"))
@@ -97,6 +97,27 @@ class MultiplierPair(wiring.Component):
         for target in Target:
             m.submodules[target.value] = multiplier = Multiplier(a_bits, b_bits, target=target)
             m.d.comb += Cat(multiplier.a, multiplier.b, multiplier.a_enable).eq(self.i)
+            products.append(multiplier.o)
+        m.d.comb += self.o.eq(
+            Cat(products[0].as_unsigned(), Const(0, 63 - a_bits - b_bits), products[0] != products[1])
+        )
+        return m
+
+
+class LogicPair(wiring.Component):
+    """``i`` = a, b; ``o`` = the plain product and whether the cells' differs (bit 63)."""
+
+    def __init__(self, a_bits: int, b_bits: int) -> None:
+        self._bits = (a_bits, b_bits)
+        super().__init__({"i": In(64), "o": Out(64)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        a_bits, b_bits = self._bits
+        products = []
+        for target in Target:
+            m.submodules[target.value] = multiplier = LogicMultiplier(a_bits, b_bits, target=target)
+            m.d.comb += Cat(multiplier.a, multiplier.b).eq(self.i)
             products.append(multiplier.o)
         m.d.comb += self.o.eq(
             Cat(products[0].as_unsigned(), Const(0, 63 - a_bits - b_bits), products[0] != products[1])
@@ -213,6 +234,9 @@ class ArrayPair(wiring.Component):
 PAIRS: dict[str, wiring.Component] = {
     "multiplier_13_9": MultiplierPair(13, 9),
     "multiplier_18_18": MultiplierPair(18, 18),
+    "logic_8_18": LogicPair(8, 18),
+    "logic_4_5": LogicPair(4, 5),
+    "logic_10_7": LogicPair(10, 7),
     "adder_5": AdderPair(5),
     "adder_20": AdderPair(20),
     "selector_2": SelectorPair(5, 2),
@@ -333,6 +357,22 @@ def test_dsp_cell_equals_plain_multiplier(run_pair: RunPair, a_bits: int, b_bits
     assert not any(word >> 63 for word in out)
     mask = (1 << (a_bits + b_bits)) - 1
     assert out[LATENCY:] == [product & mask for product in expected_products(sequence)]
+
+
+@pytest.mark.parametrize(("a_bits", "b_bits"), [(8, 18), (4, 5), (10, 7)])
+def test_logic_multiplier_equals_whole_numbers_and_its_cells(run_pair: RunPair, a_bits: int, b_bits: int) -> None:
+    sequence = [(a, b) for a, b, _ in operand_sequence(a_bits, b_bits, 40)]
+    masks = (1 << a_bits) - 1, (1 << b_bits) - 1
+    words = [(a & masks[0]) | (b & masks[1]) << a_bits for a, b in sequence]
+    got = run_pair(f"logic_{a_bits}_{b_bits}", [*words, *[0] * LATENCY])
+    wanted = [(a * b) & ((1 << (a_bits + b_bits)) - 1) for a, b in sequence]
+    assert got[LATENCY:] == wanted
+
+
+@pytest.mark.parametrize("a_bits", [2, 5])
+def test_logic_multiplier_of_other_widths_is_refused(a_bits: int) -> None:
+    with pytest.raises(DtpError, match=rf"^LogicMultiplier\.a_bits must be even and at least 4, not {a_bits}$"):
+        LogicMultiplier(a_bits, 8)
 
 
 @pytest.mark.parametrize(("width", "seed"), [(5, 1), (20, 2)])
