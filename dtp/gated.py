@@ -147,7 +147,7 @@ class GatedParams:
     @cached_property
     def pruner(self) -> PrunerParams:
         """The pruner."""
-        lanes = min(4, self.max_blocks)
+        lanes = min(4, self.field.multipliers // 2, self.max_blocks)  # a row is decided while the next one is scored
         return replace(PrunerParams.of(self.config, heads=MAX_HEADS, lanes=lanes), max_blocks=self.max_blocks)
 
     @property
@@ -169,11 +169,6 @@ class GatedParams:
     def probe_beats(self) -> int:
         """Input beats of a word of a probe."""
         return word_beats(self.probe_word_bits, self.config.input_bytes)
-
-    @property
-    def beat_scores(self) -> int:
-        """Scores of a table in an input beat."""
-        return self.config.input_bytes // 2
 
     @property
     def descriptor_beats(self) -> int:
@@ -307,8 +302,7 @@ class Geometry:
         width = run.words * params.transport.tile_rows
         for step in range(run.heads + 1):
             if self.scores is not None and step:
-                table = self.scores[step - 1].astype("<u2")
-                parts.append(_beats(np.frombuffer(table.tobytes(), dtype=np.uint8), params.beat_scores * 2, size))
+                parts.append(_padded(self.scores[step - 1].astype("<u2").reshape(-1, 1).view(np.uint8), size))
             if self.factors is None or self.probes is None:
                 continue
             if step < run.heads:
@@ -316,15 +310,17 @@ class Geometry:
                 parts += [_beats(word, size) for word in probe.reshape(run.words, -1).view(np.uint8)]
             words = factor_words(config, job, self.factors[step % run.heads])
             flat = np.ascontiguousarray(words.reshape(-1, words.shape[-1])).view(np.uint8)
-            padded = np.pad(flat, ((0, 0), (0, params.factor_beats * size - flat.shape[1])))
-            parts.append(padded.reshape(-1, size))
+            parts.append(_padded(flat, params.factor_beats * size).reshape(-1, size))
         return np.concatenate(parts)
 
 
-def _beats(data: Bytes, size: int, beat: int | None = None) -> Bytes:
-    """Whole beats of ``beat`` bytes, of which the first ``size`` hold data."""
-    rows = np.pad(data, (0, -len(data) % size)).reshape(-1, size)
-    return rows if beat is None else np.pad(rows, ((0, 0), (0, beat - size)))
+def _beats(data: Bytes, size: int) -> Bytes:
+    """Whole beats of ``size`` bytes."""
+    return np.pad(data, (0, -len(data) % size)).reshape(-1, size)
+
+
+def _padded(rows: Bytes, width: int) -> Bytes:
+    return np.pad(rows, ((0, 0), (0, width - rows.shape[1])))
 
 
 def quantise_geometry(config: Config, workload: Workload, source: Source, *, seed: int = 0) -> Geometry:

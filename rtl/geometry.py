@@ -19,7 +19,7 @@ from rtl.holonomy import HolonomyField
 from rtl.layouts import RowLayout
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Target
-from rtl.lib.streams import BlockQueue, RegisterSlice
+from rtl.lib.streams import BlockQueue, ForwardRegister
 from rtl.pruner import CommandLayout, Pruner, ScoreBeatLayout
 from rtl.transport import TransportCore
 
@@ -172,7 +172,7 @@ class Geometry(wiring.Component):
         """
         c, p = self.config, self.params
         bits = 8 * c.input_bytes
-        m.submodules.input = source = RegisterSlice(self.i.payload.shape())
+        m.submodules.input = source = ForwardRegister(self.i.payload.shape())
         wiring.connect(m, wiring.flipped(self.i), source.i)
         beat, beat_last = source.o.payload.data, source.o.payload.last
 
@@ -193,6 +193,7 @@ class Geometry(wiring.Component):
         ended, valid, start = Signal(), Signal(), Signal()
         step = Signal(range(MAX_HEADS + 1))
         step_last = Signal()
+        self._tokens = Signal(range((MAX_HEADS + 1) * p.max_tokens + 1))
         m.d.comb += [step_last.eq(step == fields["heads"]), valid.eq(ended | source.o.valid)]
         content = Signal(bits)
         m.d.comb += content.eq(Mux(ended, 0, beat))
@@ -217,14 +218,13 @@ class Geometry(wiring.Component):
             m.d.comb += whole[name].eq(count == parts - 1)
             contents[name] = Cat(before[len(before) - (parts - 1) * bits :], content)
 
-        # Tables: a score a cycle.
-        lane = Signal(range(p.beat_scores))
+        # Tables: a score a beat.
         score_row, score_column = Signal(p.pruner.index_bits), Signal(p.pruner.index_bits)
         column_last, score_last = Signal(), Signal()
         m.d.comb += [
             column_last.eq(score_column == last_block),
             score_last.eq(column_last & (score_row == last_block)),
-            table.i.payload.score.eq(content.word_select(lane, 16)),
+            table.i.payload.score.eq(content),
             table.i.payload.last.eq(score_last),
         ]
 
@@ -248,17 +248,20 @@ class Geometry(wiring.Component):
         with m.Switch(state):
             with m.Case(State.DESCRIPTOR):
                 m.d.comb += source.o.ready.eq(1)
-                m.d.sync += [ended.eq(0), word.eq(0), token.eq(0), lane.eq(0)]
+                m.d.sync += [ended.eq(0), word.eq(0), token.eq(0)]
                 with m.If(source.o.valid):
                     m.d.sync += [head.eq(Cat(head, beat)[-len(head) :]), count.eq(count + 1)]
                     with m.If(beat_last | (count == p.descriptor_beats - 1)):
                         m.d.sync += [count.eq(0), ended.eq(beat_last), state.eq(State.CHECK)]
             with m.Case(State.CHECK):
-                m.d.sync += state.eq(State.START)
+                m.d.sync += [state.eq(State.START), step.eq(fields["heads"]), self._tokens.eq(fields["tokens"])]
             with m.Case(State.START):
                 with m.If(ended | (fault != GeometryError.NONE)):
                     m.d.comb += self._refuse(m, Mux(ended, GeometryError.CUT, fault))
                     m.d.sync += state.eq(Mux(ended, State.DESCRIPTOR, State.DROP))
+                with m.Elif(step != 0):
+                    # Tokens of all passes, (heads + 1) · tokens.
+                    m.d.sync += [step.eq(step - 1), self._tokens.eq(self._tokens + fields["tokens"])]
                 with m.Elif(~self.busy & ~queue.level[-1] & ~queue.level[-2]):
                     m.d.comb += start.eq(1)
                     m.d.sync += [
@@ -269,14 +272,11 @@ class Geometry(wiring.Component):
             with m.Case(State.TABLE):
                 m.d.comb += [
                     table.i.valid.eq(valid),
-                    taken.eq(valid & table.i.ready & (score_last | (lane == p.beat_scores - 1))),
+                    taken.eq(valid & table.i.ready),
                     finished.eq(score_last & ~fields["holonomy"] & step_last),
                 ]
-                with m.If(valid & table.i.ready):
-                    m.d.sync += [
-                        lane.eq(Mux(score_last | (lane == p.beat_scores - 1), 0, lane + 1)),
-                        score_column.eq(Mux(column_last, 0, score_column + 1)),
-                    ]
+                with m.If(taken):
+                    m.d.sync += score_column.eq(Mux(column_last, 0, score_column + 1))
                     with m.If(column_last):
                         m.d.sync += score_row.eq(Mux(score_last, 0, score_row + 1))
                     with m.If(score_last):
@@ -407,7 +407,7 @@ class Geometry(wiring.Component):
             job.mode.eq(MiddleMode.CAYLEY),
             job.last_group.eq(fields["two_groups"]),
             job.last_word.eq(fields["words"] - 1),
-            job.last_token.eq(self._tokens(m, fields) - 1),
+            job.last_token.eq(self._tokens - 1),
             job.plain.eq(1),
             job.transposed.eq(1),
             job.identity.eq(1),
@@ -449,10 +449,12 @@ class Geometry(wiring.Component):
             m.d.sync += second.eq(~second if not paired else 0)
             with m.If((second | paired) & into.word_last & into.token_last & ~to_probe):
                 m.d.sync += feeding.eq(0)
-        plain = Mux(to_probe, probe_memory.data, 0)
-        before = Mux(from_before, memory.data, 0)
+        takes_probe, takes_before = Signal(), Signal()
+        m.d.comb += [takes_probe.eq(to_probe & ~second), takes_before.eq(from_before & (second | paired))]
+        plain = probe_memory.data & takes_probe.replicate(p.probe_word_bits)
+        before = memory.data & takes_before.replicate(p.probe_word_bits)
         states = core.state.payload.as_value()
-        m.d.comb += states.eq(Cat(plain, before) if paired else Mux(second, before, plain))
+        m.d.comb += states.eq(Cat(plain, before) if paired else plain | before)
 
         # What comes out: into the memory, and into the field.
         routing, second_out, gone = Signal(), Signal(), Signal()
@@ -486,14 +488,6 @@ class Geometry(wiring.Component):
             m.d.sync += [feeding.eq(1), routing.eq(1)]
             for counter in (into, out):
                 m.d.sync += counter.step.eq(0)
-
-    def _tokens(self, m: Module, fields: dict[str, Value]) -> Value:
-        """Tokens of all passes, (heads + 1) · tokens; made while the descriptor is judged."""
-        total = Signal(16)
-        heads = fields["heads"][: MAX_HEADS.bit_length()] + 1
-        tokens = fields["tokens"][: self.params.max_tokens.bit_length()]
-        m.d.sync += total.eq(sum((Mux(heads[n], tokens << n, 0) for n in range(len(heads))), Const(0, 1)))
-        return total
 
     def _counter(self, m: Module, name: str, fields: dict[str, Value], moves: Value) -> _Counter:
         """Counts words, tokens and passes of a stream that goes on by a word with ``moves``."""

@@ -251,7 +251,7 @@ def _pruner(config: Config) -> dict[str, Any]:
 
 def _gated(config: Config) -> dict[str, Any]:
     p = GatedParams(config)
-    sizes = _named(p, "max_tokens max_blocks max_words descriptor_beats factor_beats probe_beats beat_scores")
+    sizes = _named(p, "max_tokens max_blocks max_words descriptor_beats factor_beats probe_beats")
     return {
         "descriptor_version": DESCRIPTOR_VERSION,
         "run_version": RUN_VERSION,

@@ -13,7 +13,7 @@ from dtp.errors import must
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Target
 
-__all__ = ["BlockQueue", "RegisterSlice", "StreamQueue"]
+__all__ = ["BlockQueue", "ForwardRegister", "RegisterSlice", "StreamQueue"]
 
 
 class RegisterSlice(wiring.Component):
@@ -60,6 +60,34 @@ class RegisterSlice(wiring.Component):
                 m.d.sync += offered.eq(self.i.payload)
         with m.Elif(self.i.valid):
             m.d.sync += spare_valid.eq(1)
+        return m
+
+
+class ForwardRegister(wiring.Component):
+    """Cuts valid and payload of a stream, not ready: half the registers of a :class:`RegisterSlice`, no multiplexer.
+
+    Latency 1, a payload a cycle.
+
+    Parameters
+    ----------
+    shape: of the payload
+
+    Members
+    -------
+    i: In(stream); ``ready`` depends on ``o.ready`` in the same cycle
+    o: Out(stream)
+    """
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__({"i": In(stream.Signature(shape)), "o": Out(stream.Signature(shape))})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        offered = Signal(Shape.cast(self.i.payload.shape()).width, reset_less=True)
+        valid = Signal()
+        m.d.comb += [self.i.ready.eq(~valid | self.o.ready), self.o.valid.eq(valid), self.o.payload.eq(offered)]
+        with m.If(self.i.ready):
+            m.d.sync += [valid.eq(self.i.valid), offered.eq(self.i.payload)]
         return m
 
 

@@ -21,7 +21,7 @@ from sim.cycles.transport import TransportCycles
 __all__ = ["GateCycles", "predict_gated"]
 
 CHECK_CYCLES = 2
-"""From the last beat of a descriptor, behind the register of the input, to the cycle in which the run can start."""
+"""From the last beat of a descriptor, behind the register of the input, to the start of a run, a cycle a head aside."""
 QUEUE_READ_CYCLES = 2
 """From the cycle in which a queue in block memory reads a payload to the one in which it is offered."""
 
@@ -85,7 +85,7 @@ class GateCycles:
     def _step_run(self) -> None:
         number, (run, settings) = self._runs.popleft()
         params = GatedParams(self._config)
-        now = self._next + params.descriptor_beats - 1 + CHECK_CYCLES
+        now = self._next + params.descriptor_beats - 1 + CHECK_CYCLES + run.heads
         if number:
             # The run before has been answered, and there is room.
             now = max(now, self._free)

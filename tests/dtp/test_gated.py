@@ -48,7 +48,7 @@ def test_beats_hold_what_the_contract_says(config: Config, source: Source) -> No
     geometry = quantise_geometry(config, made, source)
     p, run = GatedParams(config), geometry.run
     beats = geometry.beats(config)
-    table = -(-run.blocks(config) ** 2 // p.beat_scores) if run.table else 0
+    table = run.blocks(config) ** 2 if run.table else 0
     factors = run.tokens * run.words * run.groups * p.factor_beats if run.holonomy else 0
     probe = run.words * p.probe_beats if run.holonomy else 0
     assert len(beats) == p.descriptor_beats + 2 * table + 2 * probe + 3 * factors
@@ -56,8 +56,8 @@ def test_beats_hold_what_the_contract_says(config: Config, source: Source) -> No
     place = p.descriptor_beats + probe + factors
     if run.table:
         assert geometry.scores is not None
-        first = beats[place : place + table, : 2 * p.beat_scores].tobytes()
-        scores = np.frombuffer(first, dtype="<u2")[: run.blocks(config) ** 2]
+        scores = np.frombuffer(beats[place : place + table, :2].tobytes(), dtype="<u2")
+        assert not beats[place : place + table, 2:].any()
         assert scores.tolist() == geometry.scores[0].ravel().tolist()
     if run.holonomy:
         assert geometry.factors is not None and geometry.probes is not None
