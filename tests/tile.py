@@ -154,10 +154,15 @@ def design_of(config: Config) -> Emitted:
 @cache
 def verilog_of(config: Config) -> Path:
     """Its Verilog in a file that lives as long as the process."""
-    path = Path(_folder().name) / config.hash / "top.v"
+    path = verilog_folder() / config.hash / "top.v"
     path.parent.mkdir()
     path.write_text(design_of(config).verilog, encoding="utf-8")
     return path
+
+
+def verilog_folder() -> Path:
+    """A folder that lives as long as the process."""
+    return Path(_folder().name)
 
 
 @cache

@@ -313,8 +313,8 @@ def gated_job(config: Config, found: GatedModels, *, stalls: float, seed: int) -
     writes = register_writes(config, found.settings)
     bound = int((3 * found.models.prediction.total_cycles + 4000) / (1 - stalls) ** 3)
     reads = [(described.register(name).address, bound) for name in READ_BACK]
-    jobs = _payloads([head.beats(config) for head in found.plain])
-    runs = _payloads([found.geometry.beats(config)])
+    jobs = payloads([head.beats(config) for head in found.plain])
+    runs = payloads([found.geometry.beats(config)])
     total = sum(output_beats(config, head.job) for head in found.plain)
     return ChannelJob(
         inputs={
@@ -334,7 +334,7 @@ def gated_job(config: Config, found: GatedModels, *, stalls: float, seed: int) -
     )
 
 
-def _payloads(packets: Sequence[Any]) -> list[int]:
+def payloads(packets: Sequence[Any]) -> list[int]:
     """Beats of packets as payloads of a channel, tlast above tdata."""
     return [
         int.from_bytes(beat.tobytes(), "little") | (number == len(packet) - 1) << 8 * packet.shape[1]

@@ -85,12 +85,10 @@ class GateCycles:
     def _step_run(self) -> None:
         number, (run, settings) = self._runs.popleft()
         params = GatedParams(self._config)
-        now = self._next + params.descriptor_beats - 1 + CHECK_CYCLES + run.heads
-        if number:
-            # The run before has been answered, and there is room.
-            now = max(now, self._free)
-            while self._waiting(now) >= ROW_QUEUE // 2:
-                now += 1
+        # A descriptor is taken when the run before has been answered; its run starts when there is room.
+        now = max(self._next, self._free) + params.descriptor_beats - 1 + CHECK_CYCLES + run.heads
+        while number and self._waiting(now) >= ROW_QUEUE // 2:
+            now += 1
         stepped = _RunCycles(self._config, run, settings, number, now)
         self._next, self._free = stepped.step_all()
         self.made += stepped.made
@@ -163,7 +161,7 @@ class _RunCycles:
         return found
 
     def step_all(self) -> tuple[int, int]:
-        """First cycle in which a beat of another run is looked at, and in which another run can start."""
+        """First cycle in which a beat of another run is there, and in which its descriptor is taken."""
         now = self._start
         while self._head < self._run.heads or self._ended is None:
             self._step(now)
