@@ -21,7 +21,8 @@ CASES = Path(__file__).resolve().parents[1] / "cases.toml"
 MASK_PARTS = ("none", "causal", "padding", "blocks", "empty")
 """Parts of a mask's name, joined by ``+``: every pair; keys up to the query; ``valid`` of the tokens; ``kept`` of the
 blocks; blocks with one query block that keeps none."""
-SOURCES = ("random", "digits", "minilm", "extract", "laplace", "all")
+SOURCES = ("random", "digits", "transport", "holonomy", "minilm", "extract", "laplace", "all")
+"""``transport`` and ``holonomy`` are the digit models with transports."""
 RANDOM_PRESET = "random"
 """Preset of cases whose configurations are drawn as well."""
 _WIDTH_NAMES = ("operand", "probability", "lifted", "output")
@@ -43,6 +44,9 @@ class Case:
     source: of the tensors, see :data:`SOURCES`
     stalls: probability of a stall on either stream, each cycle
     kept, valid: fraction of the blocks that a ``blocks`` mask keeps, of the tokens before the padding
+    fractions: of the blocks that a gate keeps, one run each
+    transport_rank: r_T, 0 without transports
+    model, mlp: d_model and MLP width of the layer, 0 without
     count: what is repeated, by row: configurations, images, rows of scores or runs; 0 where nothing is
     quick: part of ``--quick``
     """
@@ -60,6 +64,10 @@ class Case:
     stalls: float = 0.0
     kept: float = 0.5
     valid: float = 0.75
+    fractions: tuple[float, ...] = ()
+    transport_rank: int = 0
+    model: int = 0
+    mlp: int = 0
     count: int = 0
     quick: bool = False
 
@@ -80,6 +88,7 @@ class Case:
         ready = dict(table)
         for name in ("tokens", "width", "modes", "masks"):
             ready[name] = tuple(table[name]) if isinstance(table[name], list) else (table[name],)
+        ready["fractions"] = tuple(table.get("fractions", ()))
         case = cls(**ready)
         case._check()
         return case
@@ -95,7 +104,10 @@ class Case:
                 raise must("Case", "masks", f"made of {', '.join(MASK_PARTS)}", mask)
         if self.source not in SOURCES:
             raise must("Case", "source", f"one of {', '.join(SOURCES)}", self.source)
-        for name in ("heads", "seed", "count"):
+        for fraction in self.fractions:
+            if not 0 < fraction <= 1:
+                raise must("Case", "fractions", "more than 0 and at most 1", fraction)
+        for name in ("heads", "seed", "count", "transport_rank", "model", "mlp"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 0:
                 raise must("Case", name, "an integer of at least 0", getattr(self, name))
         for name in ("tokens", "width"):
@@ -130,6 +142,7 @@ class Case:
                 seed=self.seed + number,
                 kept=self.kept,
                 valid=self.valid,
+                transport_rank=self.transport_rank,
             )
 
     def describe(self) -> str:
@@ -138,9 +151,12 @@ class Case:
         parts = [f"{self.count} drawn configurations" if drawn else f"`{self.preset}` {self.config.hash}"]
         parts += [f"L = {_several(self.tokens)}", f"d = {_several(self.width)}"]
         parts += [f"{self.heads} head{'s' if self.heads != 1 else ''}"] if self.heads else []
+        parts += [f"r_T = {self.transport_rank}"] if self.transport_rank else []
+        parts += [f"d_model = {self.model}, MLP {self.mlp}"] if self.model else []
         parts += ["/".join(self.modes), f"mask {', '.join(self.masks)}"]
         if any("blocks" in mask.split("+") for mask in self.masks):
             parts.append(f"{100 * self.kept:g} % of the blocks kept")
+        parts += [f"gates keep {_several(self.fractions)}"] if self.fractions else []
         if any("padding" in mask.split("+") for mask in self.masks):
             parts.append(f"{100 * self.valid:g} % of the tokens valid")
         if self.widths:
@@ -155,8 +171,8 @@ class Case:
         return ", ".join(parts)
 
 
-def _several(values: Sequence[int]) -> str:
-    return "/".join(str(value) for value in values)
+def _several(values: Sequence[float]) -> str:
+    return "/".join(f"{value:g}" for value in values)
 
 
 def masked_workload(
@@ -170,8 +186,10 @@ def masked_workload(
     seed: int,
     kept: float,
     valid: float,
+    transport_rank: int = 0,
+    torsion: bool = False,
 ) -> Workload:
-    """Seeded tensors with a mask named by :data:`MASK_PARTS`, as large in rank as the configuration takes.
+    """Seeded tensors with a mask named by :data:`MASK_PARTS`, the metric as large in rank as the configuration takes.
 
     ``kept`` is raised where so few blocks would leave a row without one.
     """
@@ -190,6 +208,8 @@ def masked_workload(
         "valid_length": max(1, round(valid * tokens)) if "padding" in parts else None,
         "frame_rank": rank,
         "metric_rank": min(config.metric_rank, rank),
+        "transport_rank": transport_rank,
+        "torsion": torsion,
     }
     if "blocks" in parts:
         count = config.blocks(fields["valid_length"] or tokens)

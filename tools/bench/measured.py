@@ -15,6 +15,15 @@ Progress = Callable[[str, float | None], None]
 
 
 @dataclass(frozen=True)
+class Sheet:
+    """A table below a row's figures: what it is of, names of its columns, cells as they are shown."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class Measured:
     """The outcome of a row.
 
@@ -24,12 +33,14 @@ class Measured:
     met: whether the row's figure is reached; None for a row that only informs
     figures: the numbers behind the text, for ``docs/results.json``
     notes: what else should be known, a line each
+    sheets: what needs more than a line
     """
 
     text: str
     met: bool | None
     figures: dict[str, Any]
     notes: tuple[str, ...] = ()
+    sheets: tuple[Sheet, ...] = ()
 
 
 @dataclass

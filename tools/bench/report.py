@@ -37,6 +37,7 @@ class Result:
     commit: str
     machine: str
     wall_s: float = field(default=0.0)
+    sheets: list[dict[str, Any]] = field(default_factory=list)
 
 
 def result_of(row: Row, measured: Measured, wall_s: float) -> Result:
@@ -54,6 +55,7 @@ def result_of(row: Row, measured: Measured, wall_s: float) -> Result:
         commit=commit(),
         machine=machine(),
         wall_s=round(wall_s, 1),
+        sheets=json.loads(json.dumps([asdict(sheet) for sheet in measured.sheets])),
     )
 
 
@@ -164,6 +166,10 @@ def _section(row: Row, found: Result | None) -> list[str]:
     lines += [f"- note: {note}" for note in found.notes]
     lines += [f"- case: {case}" for case in found.cases]
     lines += [f"- command: `{found.command}` ({found.wall_s:g} s; commit {found.commit}; {found.machine})", ""]
+    for sheet in found.sheets:
+        head, rows = sheet["head"], sheet["rows"]
+        lines += [f"{sheet['title']}:", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+        lines += [*(f"| {' | '.join(cells)} |" for cells in rows), ""]
     return lines
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dtp.config import Config
-from tools.bench import accuracy, hardware, install
+from tools.bench import accuracy, commutator, gated, hardware, holonomy, install
 from tools.bench.cases import Case
 from tools.bench.measured import Bench, Measured
 from tools.fpga import SPEED_GRADES, FpgaReport, load_committed, report_name, stale_message
@@ -169,6 +169,54 @@ ROWS = (
     Row(
         "digits-accuracy", "FBT digits with the hardware's arithmetic in all attention layers, held out",
         "within 0.5 points of float", "", accuracy.digits_accuracy,
+    ),
+    Row(
+        "gated-rtl", "the gated top: RTL = golden model = cycle model",
+        "every output bit, every register, every output beat without stalls", "", gated.gated_rtl,
+    ),
+    Row(
+        "gate-equal", "all gates open: golden outputs against dense attention", "every bit", "", gated.gate_equal,
+    ),
+    Row(
+        "gate-open", "`ecp5-85k`, all gates open: cycles ÷ the same attention without gating", "≤ 1.05",
+        "the gate works beside the array; the first head's field alone is waited for", gated.gate_open,
+        "margin 7,500 cycles at L = 128, 29,500 at 256; first field 12,300 to 16,400, twice that at 256",
+    ),
+    Row(
+        "gate-cycles", "gated Riemannian attention, 8 heads, kept fraction f: cycles ÷ dense, first field included",
+        "≤ f + 0.05 for f from 0.5 on", "below, the gate becomes the limit", gated.gate_cycles,
+        "`ecp5-85k`: the engine keeps up down to f = 0.45",
+    ),
+    Row(
+        "break-even", "kept fraction at which gated Riemannian attention costs the same as dense dot-product attention",
+        "≥ 0.8, first field included", "claim 2 of the design: net cost neutral or lower", gated.break_even,
+        "8 / 9 without the first field",
+    ),
+    Row(
+        "gated-area", "the whole gated top on an LFE5U-85F",
+        "≤ 1.6 × the tile's LUT4, ≤ 156 DSP, ≤ 208 BRAM, ≥ 100 MHz routed", "", gated.gated_area,
+        "156 DSP, 17,300 LUT4",
+    ),
+    Row(
+        "holonomy-score", "block scores against the exact mean over all pairs in float64, trained transports",
+        "equal but for rounding; correlation ≥ 0.99 in every head", "", holonomy.holonomy_score,
+    ),
+    Row(
+        "holonomy-loops", "loop energies Hol² ≥ 1e-3 against float64, trained transports",
+        "int16: ≤ 1 %; int8: median ≤ 3 %, worst ≤ 10 %; never negative; agreeing heads ≤ 1e-4, 1e-3", "",
+        holonomy.holonomy_loops,
+    ),
+    Row(
+        "gauge", "the same frame turned in both heads, int16: change of a loop's energy",
+        "`frame` ≤ 1 %, `destination` ≥ 10 % in the median", "", holonomy.gauge,
+    ),
+    Row(
+        "commutator", "commutator kernel: extra array cycles ÷ (named multiplications ÷ MACs)", "≤ 1.05, both modes",
+        "claim 1 of the design: a constant factor over the plain layer", commutator.commutator, "1",
+    ),
+    Row(
+        "pruning", "quality of pruning by source, half of the blocks kept: output error, accuracy", "printed", "",
+        gated.pruning,
     ),
     Row(
         "fpga-clock", "`ecp5-85k` through place and route: clock", "LFE5U-85F, ≥ 100 MHz routed",
