@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,26 @@ import pytest
 from dtp.attention import golden
 from dtp.config import PRESETS, Config
 from dtp.errors import DtpError
+from dtp.holonomy import LoopAccounts, LoopParams
+from dtp.loops import LoopGraph, LoopType, run_program, sample_loops
+from dtp.pruner import Source
 from dtp.quantise import quantise
 from dtp.softmax import probabilities_real
+from dtp.solve import MiddleMode
+from dtp.transport import quantise_solve, quantise_state
 from dtp.workload import Mode
 from sim.bench import SimulationError
+from sim.cycles.attention import Prediction
 from tools import docs
 from tools.bench import __main__ as command
-from tools.bench import accuracy, cases, hardware, report
+from tools.bench import accuracy, cases, commutator, gated, hardware, holonomy, report
 from tools.bench.cases import Case
 from tools.bench.hardware import Run
-from tools.bench.measured import Bench, Measured
+from tools.bench.measured import Bench, Measured, Sheet
 from tools.bench.rows import ROWS, Row
+from tools.gated import GatePolicy, gated_models
 
+MEASURED = Measured("fine", True, {})
 BASE: dict[str, Any] = {
     "row": "rtl-golden",
     "preset": "tiny",
@@ -75,7 +84,12 @@ def test_every_case_states_what_the_table_asks_for() -> None:
         ({"modes": "cosine"}, "Case.modes must be one of dot, euclidean, riemannian, blended, not 'cosine'"),
         ({"masks": "causal+odd"}, "Case.masks must be made of none, causal, padding, blocks, empty, not 'causal+odd'"),
         ({"tokens": [0]}, "Case.tokens must be integers of at least 1, not 0"),
-        ({"source": "dream"}, "Case.source must be one of random, digits, minilm, extract, laplace, all, not 'dream'"),
+        (
+            {"source": "dream"},
+            "Case.source must be one of random, digits, transport, holonomy, minilm, extract, laplace, all, not 'dream'",
+        ),
+        ({"fractions": [0.5, 1.5]}, "Case.fractions must be more than 0 and at most 1, not 1.5"),
+        ({"transport_rank": -1}, "Case.transport_rank must be an integer of at least 0, not -1"),
         ({"colour": 1}, "Case.key must be one of row, preset,"),
         ({"widths": {"operand": 16}}, "Case.widths must be those of tiny,"),
         ({"preset": "random"}, "Case.widths must be empty for drawn configurations,"),
@@ -214,6 +228,260 @@ def test_bits_and_cycles_of_the_real_verilog_seed_5(monkeypatch: pytest.MonkeyPa
         bench.close()
 
 
+# ---- gated attention ---------------------------------------------------------------------------------------
+
+GATED = BASE | {"heads": 2, "tokens": 32, "modes": "riemannian", "masks": "none", "transport_rank": 2}
+
+
+def test_rows_made_once_serve_every_mask_seed_5() -> None:
+    """A second run over rows that were already made takes the cycles of a model that makes them itself."""
+    case = Case.from_mapping(GATED)
+    (workload,) = case.workloads()
+    layer = gated.GatedLayer(case.config, workload)
+    for policy in (GatePolicy(budget=1), GatePolicy(budget=3), GatePolicy(kept=0.5), GatePolicy(theta=0)):
+        found = gated_models(case.config, workload, policy, reference=False, progress=lambda _what, _part: None)
+        run = layer.run(policy)
+        assert run.cycles == found.models.prediction.total_cycles and run.kept == found.gate.kept_fraction
+        assert (layer.dense(), run.first) == (found.cycles_dense, layer._made[found.settings.gate, 1][0])
+    second = layer.run(GatePolicy(budget=1), layers=2).cycles - layer.run(GatePolicy(budget=1)).cycles
+    assert 0 < second < layer.run(GatePolicy(budget=1)).cycles
+    assert layer.token_cycles[0] > 0
+    with pytest.raises(DtpError, match=r"^Case\.fractions must be whole blocks of 4, not 0\.3$"):
+        layer.budget(0.3)
+
+
+class FakeLayer:
+    """Cycles of f · 1000, and of the first field."""
+
+    field = 0
+
+    def __init__(self, config: Config, _workload: Any) -> None:
+        self.config = config
+        self.token_cycles = (70.0, 64.0)
+
+    def dense(self, layers: int = 1) -> int:
+        return 1000 * layers
+
+    def budget(self, fraction: float) -> GatePolicy:
+        return GatePolicy(kept=fraction)
+
+    def run(self, policy: GatePolicy, layers: int = 1) -> gated.GatedRun:
+        kept = 1.0 if policy.kept is None else policy.kept
+        cycles = max(400, round(1000 * kept)) * layers + self.field
+        return gated.GatedRun(kept, cycles, 300 if kept < 0.4 else 0, self.field)
+
+
+@pytest.mark.parametrize(("field", "open_met", "kept_met", "even_met"), [(40, True, True, True), (60, False, False, True)])
+def test_the_first_field_counts(
+    monkeypatch: pytest.MonkeyPatch, field: int, open_met: bool, kept_met: bool, even_met: bool
+) -> None:
+    monkeypatch.setattr(FakeLayer, "field", field)
+    monkeypatch.setattr(gated, "GatedLayer", FakeLayer)
+    case = Case.from_mapping(GATED | {"fractions": [0.25, 0.5, 1.0]})
+    opened = gated.gate_open(Bench(), [case])
+    assert (opened.met, opened.figures["tiny, L = 32"]["ratio"]) == (open_met, 1 + field / 1000)
+    kept = gated.gate_cycles(Bench(), [case])
+    assert kept.met is kept_met and kept.text.startswith("3 of 3" if kept_met else "0 of 3")
+    (sheet,) = kept.sheets
+    assert [row[0] for row in sheet.rows] == ["0.25", "0.5", "1", "0.5, threshold"]
+    assert [row[-1] for row in sheet.rows] == ["gate", "array", "array", "array"]
+    assert sheet.rows[0][3:5] == ("", "") and sheet.rows[1][3] == "≤ 0.550"
+    # The fake's dense dot product is that of the real cycle model.
+    monkeypatch.setattr(gated, "predict", lambda _config, heads: dataclasses.replace(EMPTY, total_cycles=500 * len(heads)))
+    even = gated.break_even(Bench(), [case])
+    found = even.figures["tiny, L = 32"]
+    assert found["without_first_field"] == pytest.approx(1.0)
+    assert found["with_first_field"] == pytest.approx(1 - field / 1000) and even.met is even_met
+
+
+EMPTY = Prediction(np.zeros(0, dtype=np.int64), 0, 0, {})
+
+
+def test_break_even_lies_between_measured_fractions() -> None:
+    assert gated.crossing([0.25, 0.5, 1.0], [400, 500, 1000], 750) == pytest.approx(0.75)
+    assert gated.crossing([0.25, 0.5, 1.0], [400, 390, 1000], 395) == pytest.approx(0.5 + 0.5 * 5 / 610)
+    assert gated.crossing([0.5, 1.0], [500, 1000], 1200) == 1.0
+    assert gated.crossing([0.5, 1.0], [500, 1000], 400) == 0.0
+
+
+def test_open_gates_are_compared_bit_for_bit_seed_5(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.from_mapping(BASE | {"heads": 2, "masks": ["none", "causal+padding"], "transport_rank": 1})
+    good = gated.gate_equal(Bench(), [case])
+    assert good.met and good.figures["heads"] == 8
+    assert good.figures["outputs_compared"] == {"tiny": 2 * 2 * 13 * (21 + 8)}
+    real = gated.gated_golden
+
+    def one_bit(*given: Any, **options: Any) -> Any:
+        result = real(*given, **options)
+        return dataclasses.replace(result, outputs=result.outputs ^ (np.arange(result.outputs.size) == 3).reshape(
+            result.outputs.shape
+        ))
+
+    monkeypatch.setattr(gated, "gated_golden", one_bit)
+    bad = gated.gate_equal(Bench(), [case])
+    assert bad.met is False and bad.figures["differences"][0].endswith("1 of 273 outputs differ")
+
+
+def test_drawn_gates_vary_and_are_seeded() -> None:
+    (case,) = cases.of_row("gated-rtl")
+    drawn, again = list(gated.drawn_gates(case)), list(gated.drawn_gates(case))
+    assert len(drawn) == case.count >= 24
+    assert sum(stalls > 0 for _, _, stalls in drawn) == case.count // 2
+    assert {policy.source for _, policy, _ in drawn} == {Source.HOLONOMY, Source.TABLE, Source.BOTH}
+    assert {workload.mode for workload, _, _ in drawn} == set(Mode)
+    ways = [[name for name in ("kept", "theta", "budget", "band") if getattr(p, name) is not None] for _, p, _ in drawn]
+    assert {way[0] if way else "open" for way in ways} == {"open", "kept", "theta", "budget", "band"}
+    assert any(workload.torsion_l is not None for workload, _, _ in drawn)
+    assert len({workload.tokens for workload, _, _ in drawn}) > 8
+    assert all((one.q == two.q).all() and p == q for (one, p, _), (two, q, _) in zip(drawn, again, strict=True))
+
+
+def test_a_difference_of_the_gated_top_is_a_missed_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = cases.of_row("gated-rtl")
+    short = dataclasses.replace(case, count=4)
+    faults: dict[str, Any] = {}
+
+    def fake(_config: Config, workload: Any, _policy: GatePolicy, **_options: Any) -> Any:
+        fields = {"differences": (), "outputs_compared": workload.q.size, "cycles_equal": True, "skipped_heads": 0}
+        return SimpleNamespace(**(fields | {"kept_fraction": 0.5} | faults))
+
+    monkeypatch.setattr(gated, "cosim_gated", fake)
+    good = gated.gated_rtl(Bench(), [short])
+    assert (good.met, good.figures["cases"], good.figures["cases_without_stalls"]) == (True, 4, 2)
+    for faults in (
+        {"differences": ("register kept: 1",)}, {"outputs_compared": 1}, {"cycles_equal": False},
+    ):  # fmt: skip
+        assert gated.gated_rtl(Bench(), [short]).met is False
+
+
+def test_the_area_of_the_gated_top_is_set_against_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tools import fpga
+
+    (case,) = cases.of_row("gated-area")
+    monkeypatch.setattr(fpga, "load_committed", lambda name: None if name.startswith("gated") else object())
+    assert gated.gated_area(Bench(), [case]).text == "not measured"
+    tile = {"name": "x", "lut4": 10_000, "dsp": 138, "bram": 136, "fmax_mhz": 120.0, "routed": True}
+    tile |= {"config_hash": case.config.hash, "device": "LFE5U-85F"}
+    whole = tile | {"lut4": 16_000, "dsp": 156, "bram": 208, "fmax_mhz": 100.0}
+    changes: list[tuple[dict[str, Any], bool]] = [
+        ({}, True), ({"config_hash": case.config.changed(max_tokens=256).hash}, True), ({"lut4": 16_001}, False),
+        ({"dsp": 157}, False), ({"bram": 209}, False), ({"fmax_mhz": 99.9}, False),
+        ({"fmax_mhz": None, "routed": False}, False), ({"config_hash": "other"}, False),
+    ]  # fmt: skip
+    for change, met in changes:
+        reports = {"ecp5-85k": SimpleNamespace(**tile), "gated-ecp5-85k": SimpleNamespace(**(whole | change))}
+        monkeypatch.setattr(fpga, "load_committed", reports.__getitem__)
+        assert gated.gated_area(Bench(), [case]).met is met, change
+
+
+def test_the_study_of_pruning_is_quoted() -> None:
+    (case,) = cases.of_row("pruning")
+    found = gated.pruning(Bench(), [case])
+    assert found.met is None and "docs/pruning.md" in found.text and found.text.startswith("50 % kept, ")
+    assert found.figures["digits, transport model, block 8, oracle"]["accuracy"] is not None
+    with pytest.raises(DtpError, match=r"must have points with 0\.1 of the blocks kept"):
+        gated.pruning(Bench(), [dataclasses.replace(case, kept=0.1)])
+
+
+# ---- holonomy, commutator ----------------------------------------------------------------------------------
+
+
+def torsion_workload(seed: int, size: float = 1.0) -> Any:
+    """Two heads of 24 tokens with torsion; all transports scaled."""
+    made = cases.masked_workload(
+        Config.load("tiny"), mode="riemannian", mask="none", tokens=24, width=16, heads=2, seed=seed, kept=1.0,
+        valid=1.0, transport_rank=2, torsion=True,
+    )  # fmt: skip
+    names = ("connection_a", "connection_b", "torsion_l", "torsion_r")
+    return dataclasses.replace(made, **{name: size * getattr(made, name) for name in names})
+
+
+def test_means_over_pairs_are_taken_one_by_one_seed_3() -> None:
+    random = np.random.default_rng(3)
+    transports = np.linalg.qr(random.standard_normal((2, 5, 4, 4)))[0]
+    probes = random.standard_normal((2, 4))
+    means = holonomy.pair_means(transports, probes, 2)
+    u = [transports[1, t].T @ transports[0, t] @ probes[0] for t in range(5)]
+    pairs = [((u[i] - u[j]) ** 2).sum() / (probes[0] @ probes[0]) for i in (2, 3) for j in (4,)]
+    assert means.shape == (2, 3, 3) and means[0, 1, 2] == pytest.approx(np.mean(pairs))
+
+
+def test_columns_and_formulas_give_the_same_transports_seed_4() -> None:
+    pytest.importorskip("torch")
+    made = torsion_workload(4)
+    exact = holonomy.exact_transports(made)
+    assert np.allclose(holonomy.cayley(holonomy.columns_of(made)), exact)
+    w, v = holonomy.cayley_form(holonomy.columns_of(made))
+    unit = np.eye(16)
+    assert np.allclose(unit + w @ v.swapaxes(-1, -2), exact)
+    both_w, both_v = holonomy.composed((w[:, :3], v[:, :3]), (w[:, 3:6], v[:, 3:6]))
+    assert np.allclose(unit + both_w @ both_v.swapaxes(-1, -2), exact[:, 3:6] @ exact[:, :3])
+    config = Config.load("tiny").changed(factor_bits=16)
+    assert np.allclose(holonomy.rounded_transports(config, made), exact, atol=1e-3)
+
+
+def test_loops_step_by_step_are_those_of_the_golden_walk_seed_2() -> None:
+    pytest.importorskip("torch")
+    made, config = torsion_workload(2), Config.load("tiny")
+    columns = holonomy.columns_of(made)
+    factors = quantise_solve(config, MiddleMode.CAYLEY, columns.reshape(-1, 16, 8))
+    engine = holonomy.engine_of(config, factors, made.tokens, MiddleMode.CAYLEY)
+    probes, _ = quantise_state(made.probes(1)[:, 0].astype(np.float64))
+    program = sample_loops(LoopGraph(holonomy._extent(config, made)), LoopType.C, 5, seed=2).program
+
+    def one(step: Any, state: Any) -> Any:
+        states, lanes = engine([step], state[None])
+        return states[0], bool(lanes)
+
+    accounts = LoopAccounts(LoopParams.of(config, multipliers=1, heads=2), floor=1)
+    run_program(program, probes, one, accounts)
+    together, _ = holonomy.run_loops(config, program, probes, engine)
+    assert together.tolist() == [record.ratio * 2.0**-24 for record in accounts.records]
+    exact = holonomy.walk_loops(program, holonomy.exact_transports(made), probes.astype(np.float64))
+    assert np.allclose(together, exact, rtol=0.2)
+
+
+def holonomy_rows(monkeypatch: pytest.MonkeyPatch, size: float = 1.0) -> dict[str, Measured]:
+    """The three rows on small seeded workloads in place of the digits."""
+    pytest.importorskip("torch")
+    made = [("one", torsion_workload(seed, size)) for seed in (6, 7)]
+    monkeypatch.setattr(holonomy, "digit_layers", lambda *_: iter(made))
+    monkeypatch.setattr(holonomy, "LOOPS", 6)
+    case = Case.from_mapping(GATED | {"source": "transport"})
+    rows = (holonomy.holonomy_score, holonomy.holonomy_loops, holonomy.gauge)
+    return {row.__name__: row(Bench(), [case]) for row in rows}
+
+
+def test_holonomy_on_small_transports_seed_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = holonomy_rows(monkeypatch)
+    score, loops, turned = found.values()
+    assert score.met and score.figures["transport, int16"]["blocks"] == 2 * 2 * 9
+    assert loops.met and loops.figures["least"] >= 0
+    assert {row[0] for row in loops.sheets[0].rows} == {
+        f"{name}, int{bits}" for name in holonomy.PROGRAMS for bits in (8, 16)
+    }
+    assert turned.met and turned.figures["frame_worst"] < turned.figures["destination_median"]
+
+
+def test_a_wrong_engine_misses_the_rows_of_holonomy_seed_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, scores = holonomy.transport, holonomy.holonomy_scores
+
+    def forgetful(*given: Any, **options: Any) -> Any:
+        result = real(*given, **options)
+        return dataclasses.replace(result, outputs=result.outputs * 15 // 16)
+
+    monkeypatch.setattr(holonomy, "transport", forgetful)
+    monkeypatch.setattr(holonomy, "holonomy_scores", lambda *g: (scores(*g)[0] + 40, *scores(*g)[1:]))
+    assert [row.met for row in holonomy_rows(monkeypatch).values()] == [False, False, False]
+
+
+def test_the_commutator_takes_what_its_multiplications_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = commutator.commutator(Bench(), cases.of_row("commutator"))
+    assert found.met and len(found.sheets[0].rows) == len(found.figures) == 20
+    monkeypatch.setattr(commutator, "EXTRA_RATIO", 0.999)
+    assert commutator.commutator(Bench(), cases.of_row("commutator")).met is False
+
+
 # ---- softmax -----------------------------------------------------------------------------------------------
 
 
@@ -270,6 +538,10 @@ def test_results_are_kept_and_shown(tmp_path: Path) -> None:
     assert "- why not: the reason" in text
     assert "Why rows are missed" in report.status_table({row.name: result})
     assert "not measured yet" in report.status_table({})
+    with_sheet = dataclasses.replace(MEASURED, sheets=(Sheet("by kept fraction", ("f", "cycles"), (("0.5", "9"),)),))
+    report.save({row.name: report.result_of(row, with_sheet, 0)}, *paths)
+    assert "by kept fraction:\n\n| f | cycles |\n|---|---|\n| 0.5 | 9 |\n" in paths[1].read_text(encoding="utf-8")
+    assert report.load(paths[0])[row.name].sheets[0]["rows"] == [["0.5", "9"]]
     paths[0].write_text('{"rows": [{"name": 1}]}', encoding="utf-8")
     with pytest.raises(DtpError, match="are not of this version"):
         report.load(paths[0])
