@@ -50,7 +50,7 @@ class GatePolicy:
     Parameters
     ----------
     source: where scores come from
-    weight: of holonomy beside a table, in 1/16
+    weight: of holonomy beside a table, in 1/16; None for a half
     kept: fraction of the legal blocks that one threshold for all heads keeps, as nearly as it can
     theta: threshold, raw u2f14
     budget: blocks kept in a row
@@ -59,7 +59,7 @@ class GatePolicy:
     """
 
     source: Source = Source.HOLONOMY
-    weight: int = 8
+    weight: int | None = None
     kept: float | None = None
     theta: int | None = None
     budget: int | None = None
@@ -77,7 +77,7 @@ class GatePolicy:
         if len(chosen) > 1:
             raise must("GatePolicy", chosen[0], f"absent where {chosen[1]} is given", getattr(self, chosen[0]))
         settings = PrunerSettings.open(self.source)
-        if self.source is Source.BOTH:
+        if self.weight is not None:
             settings = settings.changed(weight=self.weight)
         if self.kept is not None:
             run = geometry.run
@@ -97,7 +97,10 @@ class GatePolicy:
         if self.source is Source.TABLE:
             return geometry.scores
         field, _, _ = holonomy_scores(config, geometry)
-        return field if geometry.scores is None else blend(geometry.scores, field, self.weight, WEIGHT_BITS)
+        if geometry.scores is None:
+            return field
+        weight = PrunerSettings.open(self.source).weight if self.weight is None else self.weight
+        return blend(geometry.scores, field, weight, WEIGHT_BITS)
 
 
 @dataclass(frozen=True, eq=False)
