@@ -22,6 +22,7 @@ from dtp.normaliser import NormaliserParams
 from dtp.pruner import PrunerParams
 from dtp.softmax import SoftmaxParams
 from dtp.transport import TransportParams
+from dtp.units import Unit
 from rtl.attention import AttentionTile, array_params
 from rtl.commutator import CommutatorUnit
 from rtl.holonomy import HolonomyField
@@ -171,16 +172,6 @@ def _fields(name: str, offset: int, shape: Any) -> Iterator[dict[str, Any]]:
     if _is_enum(element):
         entry["values"] = {item.name: item.value for item in element}
     yield entry
-
-
-class Unit(Enum):
-    """What can be generated."""
-
-    ATTENTION = "attention"
-    TRANSPORT = "transport"
-    HOLONOMY = "holonomy"
-    COMMUTATOR = "commutator"
-    PRUNER = "pruner"
 
 
 @dataclass(frozen=True)
