@@ -26,6 +26,7 @@ from rich.table import Table
 
 from dtp.config import PRESETS
 from dtp.errors import DtpError, MissingToolError, must
+from dtp.units import Unit
 from dtp.workload import Mode
 from sim.bench.stream import SimulationError
 from tools import verbs
@@ -224,12 +225,15 @@ def presets_command(json: JsonOption = None) -> None:
 def generate_command(
     config: ConfigArgument,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
+    unit: Annotated[
+        str, typer.Option("--unit", metavar="NAME", help=f"{', '.join(unit.value for unit in Unit)}.")
+    ] = Unit.ATTENTION.value,
     json: JsonOption = None,
 ) -> None:
-    """Write Verilog and its manifest into a folder."""
+    """Write Verilog and its manifest into a folder: of the attention tile, or of another unit alone."""
     _check_json(json)
     with _progress() as progress:
-        result = verbs.generate(config, output, progress=progress)
+        result = verbs.generate(config, output, unit=unit, progress=progress)
     for file in result.files:
         typer.echo(f"{output / file.name}  {file.bytes} bytes  sha256 {file.sha256[:16]}")
     _write_json(json, result)
