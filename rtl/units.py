@@ -26,6 +26,7 @@ from dtp.pruner import PrunerParams
 from dtp.registers import gated_registers
 from dtp.softmax import SoftmaxParams
 from dtp.transport import TransportParams
+from dtp.units import Unit
 from rtl.attention import AttentionTile, array_params
 from rtl.commutator import CommutatorUnit
 from rtl.gated import GatedTop
@@ -179,17 +180,6 @@ def _fields(name: str, offset: int, shape: Any) -> Iterator[dict[str, Any]]:
     if _is_enum(element):
         entry["values"] = {item.name: item.value for item in element}
     yield entry
-
-
-class Unit(Enum):
-    """What can be generated."""
-
-    ATTENTION = "attention"
-    TRANSPORT = "transport"
-    HOLONOMY = "holonomy"
-    COMMUTATOR = "commutator"
-    PRUNER = "pruner"
-    GATED = "gated"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from dtp.gated import (
 from dtp.pruner import SCORE_BITS, WEIGHT_BITS, Band, Gate, PrunerSettings, Source, blend, legal_blocks
 from dtp.quantise import Head, quantise
 from dtp.registers import Response, gated_registers
+from dtp.units import Unit
 from dtp.workload import Workload
 from tools import verbs
 from tools.verbs import ConfigLike, CosimResult, Models, Progress, SimulateResult, WorkloadLike
@@ -354,7 +355,7 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="dtp-") as temporary:
         verilog = Path(temporary) / "top.v"
         progress(f"generating Verilog of {config.name}", None)
-        verilog.write_text(verbs.emitted(config, "gated").verilog, encoding="utf-8")
+        verilog.write_text(verbs.emitted(config, Unit.GATED).verilog, encoding="utf-8")
         progress("building the simulator (kept for the next run)", None)
         build_channels(verilog, waves=waves is not None, cache_dir=cache_dir)
         progress(f"simulating the Verilog, about {total} cycles", None)
