@@ -359,7 +359,9 @@ def generate(
     unit: Unit | str = Unit.ATTENTION,
     progress: Progress = quiet,
 ) -> GenerateResult:
-    """Write ``top.v``, ``manifest.json`` and ``config.toml``; equal configurations give equal bytes.
+    """Write ``top.v``, ``manifest.json``, ``config.toml``, and the gated top's ``registers.h`` and ``registers.json``.
+
+    Equal configurations give equal bytes.
 
     A folder that does not exist appears when all is written. In one that does, each file is replaced in one step
     and everything else is left alone.
