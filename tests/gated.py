@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,12 @@ from dtp.job import output_beats
 from dtp.pruner import PrunerSettings
 from dtp.quantise import Head, quantise
 from dtp.registers import Response, gated_registers
+from dtp.units import Unit
 from dtp.workload import Workload
 from sim.bench.channels import ChannelJob, ChannelResult, Sink, Source, run_channels
-from tests.tile import verilog_folder
+from tests.tile import verilog_of
 from tools.gated import payloads, register_writes, stream_view
-from tools.verbs import compare_outputs, emitted
+from tools.verbs import compare_outputs
 from tools.workloads import random_workload
 
 START = 64
@@ -69,15 +68,6 @@ class Gated:
         return cls(config, geometry, settings, gate, heads, plain, golden)
 
 
-@cache
-def verilog_of(config: Config) -> Path:
-    """Verilog of the gated top in a file that lives as long as the process."""
-    path = verilog_folder() / f"gated-{config.hash}" / "top.v"
-    path.parent.mkdir()
-    path.write_text(emitted(config, "gated").verilog, encoding="utf-8")
-    return path
-
-
 @dataclass(frozen=True)
 class Access:
     """A register access: a write of ``word``, or a read without one, offered from ``cycle`` on."""
@@ -122,7 +112,7 @@ def drive(
         outputs={"s_axil_b": Sink(len(writes)), "s_axil_r": Sink(len(reads)), "m_axis": Sink(total)},
         timeout_cycles=timeout,
     )
-    return run_channels(verilog_of(config), job)
+    return run_channels(verilog_of(config, Unit.GATED), job)
 
 
 def outputs_differ(
