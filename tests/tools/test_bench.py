@@ -424,12 +424,12 @@ def test_loops_step_by_step_are_those_of_the_golden_walk_seed_2() -> None:
     program = sample_loops(LoopGraph(holonomy._extent(config, made)), LoopType.C, 5, seed=2).program
 
     def one(step: Any, state: Any) -> Any:
-        states, lanes = engine([step], state[None])
-        return states[0], bool(lanes)
+        taken = engine([step], state[None])
+        return taken.states[0], bool(taken.saturated)
 
     accounts = LoopAccounts(LoopParams.of(config, multipliers=1, heads=2), floor=1)
     run_program(program, probes, one, accounts)
-    together, _ = holonomy.run_loops(config, program, probes, engine)
+    together = holonomy.run_loops(config, program, probes, engine).energies
     assert together.tolist() == [record.ratio * 2.0**-24 for record in accounts.records]
     exact = holonomy.walk_loops(program, holonomy.exact_transports(made), probes.astype(np.float64))
     assert np.allclose(together, exact, rtol=0.2)

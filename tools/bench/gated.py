@@ -183,7 +183,7 @@ def gate_cycles(bench: Bench, cases: Sequence[Case]) -> Measured:
         first = next(iter(runs.values())).first
         rates.append(f"{name} {rate:.1f}, the engine alone {engine:.1f}")
         title = f"`{case.preset}`, L = {tokens}: dense {dense:,} cycles, first mask row after {first:,}"
-        head = ("kept", "cycles", "÷ dense", "reach", "met", "cycles without a later row", "limit")
+        head = ("kept", "cycles", "÷ dense", "reach", "met", "array waits for later rows", "limit")
         sheets.append(Sheet(title, head, tuple(rows)))
         figures[name] = {
             "dense": dense, "first_row": first, "cycles_a_token": rate, "engine_cycles_a_token": engine,

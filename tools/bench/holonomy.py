@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,38 +228,54 @@ PROGRAMS = {
 }
 
 
-Engine = Callable[[Sequence[Step], Int], tuple[Int, int]]
-"""One step of each of several loops, all plain or all inverse: their states after it, and how many lanes saturated."""
+class Taken(NamedTuple):
+    """States after a step, lanes that saturated in it, and whether the engine said that something was out of range."""
+
+    states: Int
+    saturated: int
+    error: bool
+
+
+Engine = Callable[[Sequence[Step], Int], Taken]
+"""One step of each of several loops, all plain or all inverse."""
+
+
+class Walked(NamedTuple):
+    """Energy of every loop; lanes that saturated and whether the engine had an error, in any."""
+
+    energies: Real
+    saturated: int
+    error: bool
 
 
 def engine_of(config: Config, factors: QuantisedFactors, head_tokens: int, mode: MiddleMode) -> Engine:
     """The golden model of the transport engine; factors of the heads behind each other, ``head_tokens`` apart."""
 
-    def step(taken: Sequence[Step], states: Int) -> tuple[Int, int]:
+    def step(taken: Sequence[Step], states: Int) -> Taken:
         places = [one.head * head_tokens + one.node.token for one in taken]
         job = replace(factors.job(config, mode, transposed=taken[0].inverse), tokens=len(places))
         w = None if factors.w is None else factors.w[places]
         result = transport(config, job, factors.v[places], states[:, None], w=w)
-        return result.outputs[:, 0], result.saturations
+        return Taken(result.outputs[:, 0], result.saturations, bool(result.error))
 
     return step
 
 
-def run_loops(config: Config, program: Program, probes: Int, engine: Engine) -> tuple[Real, int]:
-    """Energy of every loop by the integer model, and how many lanes saturated; all loops step by step together."""
+def run_loops(config: Config, program: Program, probes: Int, engine: Engine) -> Walked:
+    """Every loop by the integer model, all step by step together."""
     walks = [[step for edge in loop for step in steps(edge)] for loop in program.loops]
     starts = np.stack([probes[loop[0].probe] for loop in program.loops])
-    states, saturated = starts.copy(), 0
+    states, saturated, error = starts.copy(), 0, False
     for depth in range(max(len(walk) for walk in walks)):
         for inverse in (False, True):
             active = [n for n, walk in enumerate(walks) if depth < len(walk) and walk[depth].inverse is inverse]
             if active:
-                states[active], lanes = engine([walks[n][depth] for n in active], states[active])
-                saturated += lanes
+                states[active], lanes, wrong = engine([walks[n][depth] for n in active], states[active])
+                saturated, error = saturated + lanes, error or wrong
     accounts = LoopAccounts(LoopParams.of(config, multipliers=1, heads=program.extent.heads), floor=1)
     for header, start, end in zip(program.headers, starts, states, strict=True):
         accounts.add(header, start, end, saturated=bool(saturated))
-    return np.array([record.ratio for record in accounts.records]) * 2.0**-RATIO_BITS, saturated
+    return Walked(np.array([record.ratio for record in accounts.records]) * 2.0**-RATIO_BITS, saturated, error)
 
 
 def walk_loops(program: Program, transports: Real, probes: Real) -> Real:
@@ -279,12 +295,19 @@ def _extent(config: Config, workload: Workload) -> Extent:
     return Extent(tokens=workload.tokens, layers=1, heads=workload.heads, probes=workload.heads, block=config.block)
 
 
+class ProgramErrors(NamedTuple):
+    """Of a program: float64 energies, relative errors of those that count, whether the engine had an error."""
+
+    energies: Real
+    errors: Real
+    out_of_range: bool
+
+
 def holonomy_loops(bench: Bench, cases: Sequence[Case]) -> Measured:
     """Energies of sampled loops on trained transports against float64, and of loops between two heads that agree."""
     if find_spec("torch") is None:
         return _NO_TORCH
-    errors: dict[tuple[str, int], list[Real]] = {}
-    smallest: dict[tuple[str, int], list[Real]] = {}
+    found: dict[tuple[str, int], list[ProgramErrors]] = {}
     agreeing: dict[int, list[float]] = {bits: [] for bits in FACTOR_BITS}
     least, saturated = np.inf, 0
     for case in cases:
@@ -303,18 +326,19 @@ def holonomy_loops(bench: Bench, cases: Sequence[Case]) -> Measured:
                     program = sample_loops(
                         LoopGraph(extent), kind, LOOPS, case.seed + number, convention=convention
                     ).program
-                    made, over = run_loops(config, program, probes, engine)
+                    made = run_loops(config, program, probes, engine)
                     wanted = walk_loops(program, exact, real)
                     large = wanted >= LEAST_ENERGY
-                    errors.setdefault((name, bits), []).append(made[large] / wanted[large] - 1)
-                    smallest.setdefault((name, bits), []).append(wanted)
-                    least, saturated = min(least, float(made.min())), saturated + over
+                    found.setdefault((name, bits), []).append(
+                        ProgramErrors(wanted, np.abs(made.energies[large] / wanted[large] - 1), made.error)
+                    )
+                    least, saturated = min(least, float(made.energies.min())), saturated + made.saturated
                 # Both heads have the transports of the first.
                 program = sample_loops(LoopGraph(extent), LoopType.A, LOOPS, case.seed + number).program
                 same = engine_of(config, factors, 0, MiddleMode.CAYLEY)
-                agreeing[bits].append(float(run_loops(config, program, probes, same)[0].max()))
+                agreeing[bits].append(float(run_loops(config, program, probes, same).energies.max()))
                 agreeing[bits].append(_agreeing_field(config, workload, case.seed))
-    return _loop_errors(errors, smallest, agreeing, least, saturated)
+    return _loop_errors(found, agreeing, least, saturated)
 
 
 def _agreeing_field(config: Config, workload: Workload, seed: int) -> float:
@@ -326,28 +350,24 @@ def _agreeing_field(config: Config, workload: Workload, seed: int) -> float:
 
 
 def _loop_errors(
-    errors: dict[tuple[str, int], list[Real]],
-    energies: dict[tuple[str, int], list[Real]],
-    agreeing: dict[int, list[float]],
-    least: float,
-    saturated: int,
+    found: dict[tuple[str, int], list[ProgramErrors]], agreeing: dict[int, list[float]], least: float, saturated: int
 ) -> Measured:
     figures: dict[str, Any] = {"least": least, "saturated": saturated}
     good = least >= 0 and saturated == 0
-    rows, shown = [], []
+    rows, shown, notes = [], [], [f"{saturated} lanes saturated"] if saturated else []
     for bits, (median_limit, worst_limit) in sorted(LOOP_ERRORS.items(), reverse=True):
-        whole = []
-        for (name, width), parts in errors.items():
+        programs: list[ProgramErrors] = []
+        for (name, width), parts in found.items():
             if width != bits:
                 continue
-            error, all_energies = np.abs(np.concatenate(parts)), np.concatenate(energies[name, width])
-            whole.append(error)
+            programs += parts
+            error, energies = (np.concatenate(values) for values in list(zip(*parts, strict=True))[1::-1])
             rows.append((
-                f"{name}, int{bits}", f"{error.size:,} of {all_energies.size:,}",
-                f"{all_energies.min():.2g} … {all_energies.max():.2g}", f"{100 * np.median(error):.3f} %",
+                f"{name}, int{bits}", f"{error.size:,} of {energies.size:,}",
+                f"{energies.min():.2g} … {energies.max():.2g}", f"{100 * np.median(error):.3f} %",
                 f"{100 * np.quantile(error, 0.99):.3f} %", f"{100 * error.max():.3f} %",
             ))  # fmt: skip
-        error, same = np.concatenate(whole), max(agreeing[bits])
+        error, same = np.concatenate([program.errors for program in programs]), max(agreeing[bits])
         median, worst = float(np.median(error)), float(error.max())
         good = good and median <= median_limit and worst <= worst_limit and same <= AGREEING[bits]
         figures[f"int{bits}"] = {"loops": error.size, "median": median, "worst": worst, "agreeing_heads": same}
@@ -355,12 +375,20 @@ def _loop_errors(
             f"int{bits} median {100 * median:.3f} %, worst {100 * worst:.3f} % of {error.size:,} loops, agreeing heads "
             f"{same:.1e}"
         )
+        inside = [program.errors for program in programs if not program.out_of_range]
+        if inside and len(inside) < len(programs):
+            rest = float(np.concatenate(inside).max())
+            figures[f"int{bits}"] |= {"worst_in_range": rest, "programs_out_of_range": len(programs) - len(inside)}
+            notes.append(
+                f"int{bits}: the engine says out of range in {len(programs) - len(inside)} of {len(programs)} programs; "
+                f"worst error of the others {100 * rest:.3f} %"
+            )
     head = ("loops", f"energies ≥ {LEAST_ENERGY:g}", "energies", "median error", "99 of 100 below", "worst error")
     return Measured(
         f"{'; '.join(shown)}; smallest energy {least:.1e}",
         good,
         figures,
-        (f"{saturated} lanes saturated",) if saturated else (),
+        tuple(notes),
         (Sheet("Relative errors of loop energies against float64", head, tuple(rows)),),
     )
 
@@ -414,7 +442,7 @@ def gauge(bench: Bench, cases: Sequence[Case]) -> Measured:
                     for loop, start in zip(program.loops, starts, strict=True)
                 ])  # fmt: skip
                 pair = [
-                    run_loops(config, own, quantise_state(x)[0], engine)[0]
+                    run_loops(config, own, quantise_state(x)[0], engine).energies
                     for x, engine in zip((starts, moved), engines, strict=True)
                 ]
                 float_pair = [walk_loops(own, p, x) for p, x in zip(transports, (starts, moved), strict=True)]
