@@ -22,7 +22,7 @@ from dtp.config import Config
 from dtp.errors import must
 from dtp.fixed import Int
 from dtp.holonomy import SHIFT_LIMIT, FieldJob, FieldParams, block_scores, block_sums
-from dtp.job import Field, Flag
+from dtp.job import Field, Flag, pack_descriptor, unpack_descriptor
 from dtp.pruner import GoldenPruner, HeadCommand, PrunerError, PrunerParams, PrunerSettings, Source
 from dtp.quantise import Head
 from dtp.solve import TILE_COLUMNS, MiddleMode, TransportError
@@ -248,16 +248,12 @@ class Run:
         numbers["flags"] = sum(flags[flag.name] << flag.bit for flag in FLAGS)
         numbers |= {f"reciprocal_{n}": value for n, value in enumerate(self.reciprocals)}
         numbers |= {f"shift_{n}": value for n, value in enumerate(self.shifts)}
-        data = bytearray(DESCRIPTOR_BYTES)
-        for field in FIELDS:
-            value = numbers[field.name].to_bytes(field.bytes, "little", signed=field.signed)
-            data[field.offset : field.offset + field.bytes] = value
-        return bytes(data)
+        return pack_descriptor(numbers, FIELDS, DESCRIPTOR_BYTES)
 
 
 def descriptor_error(config: Config, data: bytes) -> GeometryError:
     """What the unit says to a descriptor."""
-    n = {f.name: int.from_bytes(data[f.offset : f.offset + f.bytes], "little", signed=f.signed) for f in FIELDS}
+    n = unpack_descriptor(data, FIELDS, DESCRIPTOR_BYTES)
     p = GatedParams(config)
     bit = {flag.name: bool(n["flags"] >> flag.bit & 1) for flag in FLAGS}
     wide = n["project_shift"] | n["gram_shift"]
