@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +84,19 @@ class Top(Elaboratable):
 
 @dataclass(frozen=True)
 class Emitted:
-    """A generated design: Verilog text and its manifest."""
+    """A generated design: Verilog text, its manifest, and the texts of more files by name."""
 
     verilog: str
     manifest: dict[str, Any]
+    more: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> list[Path]:
-        """Write ``top.v``, ``manifest.json`` and ``config.toml`` into an existing folder; the paths."""
+        """Write ``top.v``, ``manifest.json``, ``config.toml`` and ``more`` into an existing folder; the paths."""
         texts = {
             "top.v": self.verilog,
             "manifest.json": json.dumps(self.manifest, indent=2) + "\n",
             "config.toml": Config.from_mapping(self.manifest["config"]).to_toml(),
+            **self.more,
         }
         paths = []
         for name, text in texts.items():
@@ -124,7 +127,7 @@ def emit(config: Config, unit: Unit = Unit.ATTENTION, *, target: Target = Target
     text = re.sub(r'\(\* src = "[^"]*site-packages/', '(* src = "', text)
     # The state of a machine is said to come from Python's own library.
     text = re.sub(r'^ *\(\* src = "/[^"]*" \*\)\n', "", text, flags=re.MULTILINE)
-    return Emitted(text, manifest(config, unit, top, target))
+    return Emitted(text, manifest(config, unit, top, target), UNITS[unit].files(config))
 
 
 def netlist(config: Config, unit: Unit = Unit.ATTENTION, *, target: Target = Target.ECP5) -> str:

@@ -72,8 +72,9 @@ class Geometry(wiring.Component):
     same transport to what the pass before made, whose result is the field of the heads p − 1 and p. So a head's factors
     come once, those of the first a second time at the end. Rows of a head leave while the next pass goes on.
 
-    Throughput: that of the engine, ``docs/transport.md``, 5. Stalls: a run begins when the one before has been
-    answered and fewer than half of the places of the row queue are taken; then nothing waits for the rows to be taken.
+    Throughput: that of the engine, ``docs/transport.md``, 5. Stalls: a descriptor is taken when the run before has been
+    answered, and its run begins when fewer than half of the places of the row queue are taken; then nothing waits for
+    the rows to be taken.
     :mod:`sim.cycles.gated` states every cycle.
 
     Parameters
@@ -247,9 +248,10 @@ class Geometry(wiring.Component):
         )
         with m.Switch(state):
             with m.Case(State.DESCRIPTOR):
-                m.d.comb += source.o.ready.eq(1)
+                # The fields of the run before are in use until it has been answered.
+                m.d.comb += source.o.ready.eq(~self.busy)
                 m.d.sync += [ended.eq(0), word.eq(0), token.eq(0)]
-                with m.If(source.o.valid):
+                with m.If(source.o.valid & ~self.busy):
                     m.d.sync += [head.eq(Cat(head, beat)[-len(head) :]), count.eq(count + 1)]
                     with m.If(beat_last | (count == p.descriptor_beats - 1)):
                         m.d.sync += [count.eq(0), ended.eq(beat_last), state.eq(State.CHECK)]
@@ -262,7 +264,7 @@ class Geometry(wiring.Component):
                 with m.Elif(step != 0):
                     # Tokens of all passes, (heads + 1) · tokens.
                     m.d.sync += [step.eq(step - 1), self._tokens.eq(self._tokens + fields["tokens"])]
-                with m.Elif(~self.busy & ~queue.level[-1] & ~queue.level[-2]):
+                with m.Elif(~queue.level[-1] & ~queue.level[-2]):
                     m.d.comb += start.eq(1)
                     m.d.sync += [
                         step.eq(~fields["holonomy"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -26,6 +25,7 @@ from dtp.pruner import PrunerParams
 from dtp.registers import gated_registers
 from dtp.softmax import SoftmaxParams
 from dtp.transport import TransportParams
+from dtp.units import Unit
 from rtl.attention import AttentionTile, array_params
 from rtl.commutator import CommutatorUnit
 from rtl.gated import GatedTop
@@ -181,23 +181,13 @@ def _fields(name: str, offset: int, shape: Any) -> Iterator[dict[str, Any]]:
     yield entry
 
 
-class Unit(Enum):
-    """What can be generated."""
-
-    ATTENTION = "attention"
-    TRANSPORT = "transport"
-    HOLONOMY = "holonomy"
-    COMMUTATOR = "commutator"
-    PRUNER = "pruner"
-    GATED = "gated"
-
-
 @dataclass(frozen=True)
 class UnitEntry:
-    """How a unit is made for a configuration, and what its manifest says beside ports and configuration."""
+    """How a unit is made for a configuration, what its manifest says beside ports and configuration, and more files."""
 
     make: Callable[[Config, Target], wiring.Component]
     about: Callable[[Config], dict[str, Any]]
+    files: Callable[[Config], dict[str, str]] = lambda _config: {}
 
 
 def field_params(config: Config) -> FieldParams:
@@ -256,8 +246,12 @@ def _gated(config: Config) -> dict[str, Any]:
         "descriptor_version": DESCRIPTOR_VERSION,
         "run_version": RUN_VERSION,
         "parameters": sizes | {"max_heads": MAX_HEADS, "row_queue": ROW_QUEUE},
-        "registers": json.loads(gated_registers(config).to_json()),
     }
+
+
+def _register_files(config: Config) -> dict[str, str]:
+    described = gated_registers(config)
+    return {"registers.h": described.to_c_header(), "registers.json": described.to_json()}
 
 
 def _about(parameters: dict[str, Any], latencies: dict[str, Any]) -> dict[str, Any]:
@@ -274,5 +268,5 @@ UNITS: Mapping[Unit, UnitEntry] = {
     Unit.HOLONOMY: UnitEntry(lambda c, target: HolonomyField(field_params(c), target=target), _holonomy),
     Unit.COMMUTATOR: UnitEntry(lambda c, target: CommutatorUnit(c, target=target), _commutator),
     Unit.PRUNER: UnitEntry(lambda c, target: Pruner(pruner_params(c), target=target), _pruner),
-    Unit.GATED: UnitEntry(lambda c, target: GatedTop(c, target=target), _gated),
+    Unit.GATED: UnitEntry(lambda c, target: GatedTop(c, target=target), _gated, _register_files),
 }

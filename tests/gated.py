@@ -1,29 +1,30 @@
-"""Gated attention as the tests run it: jobs and runs together, and everything that must come of them."""
+"""Gated attention as the tests drive it: runs, jobs and register accesses at chosen cycles, and what comes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from dtp.attention import HeadResult
 from dtp.config import Config
-from dtp.gated import GatedParams, GateResult, Geometry, GoldenGate, gated_golden, gated_heads, quantise_geometry
+from dtp.gated import GateResult, Geometry, GoldenGate, gated_golden, gated_heads, quantise_geometry
 from dtp.job import output_beats
 from dtp.pruner import PrunerSettings
 from dtp.quantise import Head, quantise
+from dtp.registers import Response, gated_registers
+from dtp.units import Unit
 from dtp.workload import Workload
-from rtl.gated import GatedAttention
-from rtl.geometry import SettingsLayout
-from sim.bench.amaranth_stream import run_amaranth
-from sim.bench.stream import StreamJob, StreamResult, xorshift32
-from sim.cycles.attention import Prediction
-from sim.cycles.gated import predict_gated
-from tests.tile import packets_of
+from sim.bench.channels import ChannelJob, ChannelResult, Sink, Source, run_channels
+from tests.tile import verilog_of
+from tools.gated import payloads, register_writes, stream_view
 from tools.verbs import compare_outputs
 from tools.workloads import random_workload
+
+START = 64
+"""First cycle in which a beat is offered: settings are written before it."""
 
 
 def workload(config: Config, seed: int, *, tokens: int, heads: int, **more: Any) -> Workload:
@@ -38,7 +39,7 @@ def workload(config: Config, seed: int, *, tokens: int, heads: int, **more: Any)
 
 @dataclass(frozen=True, eq=False)
 class Gated:
-    """A run and its jobs: what goes in, what golden model and cycle model say."""
+    """A run and its jobs: what goes in, and what the golden models say."""
 
     config: Config
     geometry: Geometry
@@ -55,120 +56,85 @@ class Gated:
         plain = tuple(
             replace(head, job=replace(head.job, gated=True, tag=n + 1)) for n, head in enumerate(quantise(config, made))
         )
+        return cls.over(config, geometry, settings, gate, plain)
+
+    @classmethod
+    def over(
+        cls, config: Config, geometry: Geometry, settings: PrunerSettings, gate: GateResult, plain: tuple[Head, ...]
+    ) -> Gated:
+        """With the masks of ``gate``, whatever the geometry says."""
         heads = gated_heads(config, plain, gate)
         golden = tuple(gated_golden(config, h, skipped=bool(s)) for h, s in zip(heads, gate.skipped, strict=True))
         return cls(config, geometry, settings, gate, heads, plain, golden)
 
-    def predict(self) -> Prediction:
-        return predict_gated(self.config, self.heads, [(self.geometry.run, self.settings)])
+
+@dataclass(frozen=True)
+class Access:
+    """A register access: a write of ``word``, or a read without one, offered from ``cycle`` on."""
+
+    address: int
+    cycle: int
+    word: int | None = None
 
 
-@dataclass
-class Bench:
-    """The geometry side of a bench: settings, beats, and what the registers would show at the end."""
-
-    dut: GatedAttention
-    beats: np.ndarray
-    last: np.ndarray
-    settings: dict[str, int]
-    stall: float = 0.0
-    seed: int = 0
-    clear_at: int | None = None
-    status: dict[str, int] = field(default_factory=dict)
-    taken: int = 0
-
-    async def source(self, ctx: Any) -> None:
-        for name, value in self.settings.items():
-            ctx.set(getattr(self.dut.settings, name), value)
-        state, port = (self.seed * 0x9E3779B1 + 1) & 0xFFFFFFFF or 1, self.dut.geometry
-        for beat, last in zip(self.beats, self.last, strict=True):
-            while (state := xorshift32(state)) & 0xFFFF < self.stall * 65536:
-                ctx.set(port.valid, 0)
-                await ctx.tick()
-            ctx.set(port.payload.data, int.from_bytes(beat.tobytes(), "little"))
-            ctx.set(port.payload.last, int(last))
-            ctx.set(port.valid, 1)
-            await ctx.tick().until(port.ready)
-            self.taken += 1
-        ctx.set(port.valid, 0)
-
-    async def watch(self, ctx: Any) -> None:
-        names = [name for name in self.dut.signature.members if name in STATUS]
-        cycle = 0
-        while True:
-            values = await ctx.tick().sample(*(getattr(self.dut, name) for name in names))
-            self.status = dict(zip(names, (int(value) for value in values[-len(names) :]), strict=True))
-            cycle += 1
-            ctx.set(self.dut.clear, cycle == self.clear_at)
+def settings_of(config: Config, settings: PrunerSettings, cycle: int = 0) -> list[Access]:
+    """Writes of a run's settings."""
+    return [Access(address, cycle, word) for address, word in register_writes(config, settings)]
 
 
-STATUS = (
-    "busy", "rows", "row_error", "error", "failed", "transport_error", "saturations", "field_error", "field_saturated",
-    "pruner_error", "kept", "legal", "skipped", "heads",
-)  # fmt: skip
-
-
-def settings_of(gated: Gated, run: int = 0) -> dict[str, int]:
-    """What the registers hold."""
-    command = gated.geometry.run.command(gated.config, gated.settings, 0, run)
-    return {name: int(getattr(command, name)) for name in SettingsLayout(GatedParams(gated.config).pruner).members}
-
-
-def stream(packets: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Packets as one stream, and where each ends."""
-    last = np.zeros(sum(len(packet) for packet in packets), dtype=np.bool_)
-    last[np.cumsum([len(packet) for packet in packets]) - 1] = True
-    return np.concatenate(packets), last
-
-
-def run(
-    gated: Gated,
+def drive(
+    config: Config,
     *,
-    runs: Sequence[np.ndarray] | None = None,
-    jobs: Sequence[Head] | None = None,
-    stall: float = 0.0,
-    seed: int = 0,
-    clear_at: int | None = None,
-    settings: dict[str, int] | None = None,
-    check: bool = True,
-    timeout: int | None = None,
-    **conditions: Any,
-) -> tuple[StreamResult, Bench]:
-    """Jobs and runs through the hardware, on Amaranth's simulator."""
-    config = gated.config
-    dut = GatedAttention(config)
-    jobs = gated.plain if jobs is None else jobs
-    beats, last = stream([gated.geometry.beats(config)] if runs is None else runs)
-    bench = Bench(
-        dut, beats, last, settings_of(gated) if settings is None else settings, stall, seed + 100, clear_at
-    )  # fmt: skip
-    job_beats, job_last = stream([head.beats(config) for head in jobs])
-    work = 3 * gated.predict().total_cycles + 4000 if timeout is None else timeout
-    job = StreamJob(
-        beats=job_beats, last=job_last, packets=len(jobs), timeout_cycles=int(work / (1 - stall) ** 2),
-        output_beats=sum(output_beats(config, head.job) for head in jobs) if check else None,
-        source_stall=stall, sink_stall=stall, seed=seed, **conditions,
-    )  # fmt: skip
-    result = run_amaranth(dut, job, beside=(bench.source, bench.watch))
-    return result.check() if check else result, bench
+    runs: Sequence[tuple[np.ndarray, int]] = (),
+    jobs: Sequence[tuple[Head, int]] = (),
+    accesses: Sequence[Access] = (),
+    beats: int | None = None,
+    timeout: int = 60_000,
+    aborted_jobs: Sequence[tuple[np.ndarray, int]] = (),
+) -> ChannelResult:
+    """Runs and jobs, each offered from a cycle on, through the Verilog; ``beats`` of output in all."""
+    total = sum(output_beats(config, head.job) for head, _ in jobs) if beats is None else beats
+    writes = [access for access in accesses if access.word is not None]
+    reads = [access for access in accesses if access.word is None]
+    packets = [*aborted_jobs, *((head.beats(config), cycle) for head, cycle in jobs)]
+
+    def records(given: Sequence[tuple[np.ndarray, int]]) -> list[tuple[int, int]]:
+        return [(payload, cycle) for packet, cycle in given for payload in payloads([packet])]
+
+    job = ChannelJob(
+        inputs={
+            "s_axil_aw": Source([(access.address, access.cycle) for access in writes]),
+            "s_axil_w": Source([(0xF << 32 | (access.word or 0), access.cycle) for access in writes]),
+            "s_axil_ar": Source([(access.address, access.cycle) for access in reads]),
+            "s_axis": Source(records(packets)),
+            "s_axis_geometry": Source(records(runs)),
+        },
+        outputs={"s_axil_b": Sink(len(writes)), "s_axil_r": Sink(len(reads)), "m_axis": Sink(total)},
+        timeout_cycles=timeout,
+    )
+    return run_channels(verilog_of(config, Unit.GATED), job)
 
 
-def check(gated: Gated, result: StreamResult, bench: Bench) -> None:
-    """Outputs, flags, status records and registers are the golden model's."""
-    differences, compared = compare_outputs(gated.config, gated.heads, gated.golden, result)
-    assert differences == []
-    assert compared == sum(head.job.tokens * head.job.width for head in gated.heads)
-    gate = gated.gate
-    wanted = dict.fromkeys(STATUS, 0) | {
-        "transport_error": int(gate.transport_error), "saturations": gate.saturations,
-        "field_saturated": int(gate.field_saturated), "kept": gate.kept, "legal": gate.legal,
-        "skipped": int(gate.skipped.sum()), "heads": len(gate.masks),
-    }  # fmt: skip
-    assert bench.status == wanted
-    assert len(packets_of(result)) == len(gated.heads)
+def outputs_differ(
+    config: Config, heads: Sequence[Head], golden: Sequence[HeadResult], result: ChannelResult
+) -> list[str]:
+    """One line for each difference between outputs and golden models."""
+    return compare_outputs(config, heads, golden, stream_view(config, result))[0]
 
 
-def check_cycles(gated: Gated, result: StreamResult) -> None:
-    """Every output beat comes in the cycle that the model says."""
-    assert result.first_input_cycle == 0
-    assert result.cycles.tolist() == gated.predict().beat_cycles.tolist()
+def registers_read(config: Config, accesses: Sequence[Access], result: ChannelResult) -> list[dict[str, int]]:
+    """Fields of every register that was read, in order; every answer is OKAY."""
+    described = gated_registers(config)
+    shown = []
+    reads = [access for access in accesses if access.word is None]
+    for access, payload in zip(reads, result.outputs["s_axil_r"].payloads, strict=True):
+        assert payload >> 32 == Response.OKAY
+        register = described.at(access.address)
+        assert register is not None
+        shown.append(described.decode(register.name, payload & 0xFFFFFFFF))
+    return shown
+
+
+def register(config: Config, name: str) -> int:
+    """Address of a register."""
+    return gated_registers(config).register(name).address

@@ -16,6 +16,7 @@ from dtp.attention import golden
 from dtp.config import Config
 from dtp.job import SHIFT_BITS, ErrorCode, Job, StatusRecord, output_beats
 from dtp.quantise import Head, quantise
+from dtp.units import Unit
 from dtp.workload import Mode
 from rtl.attention import AttentionTile
 from rtl.emit import Emitted
@@ -145,18 +146,18 @@ def random_shapes(config: Config, count: int, seed: int, *, tokens: int) -> list
 
 
 @cache
-def design_of(config: Config) -> Emitted:
+def design_of(config: Config, unit: Unit = Unit.ATTENTION) -> Emitted:
     """The generated design of a configuration, made once a process."""
-    made: Emitted = emitted(config)  # the command's own, which keeps it too
+    made: Emitted = emitted(config, unit)  # the command's own, which keeps it too
     return made
 
 
 @cache
-def verilog_of(config: Config) -> Path:
+def verilog_of(config: Config, unit: Unit = Unit.ATTENTION) -> Path:
     """Its Verilog in a file that lives as long as the process."""
-    path = Path(_folder().name) / config.hash / "top.v"
+    path = Path(_folder().name) / f"{config.hash}-{unit.value}" / "top.v"
     path.parent.mkdir()
-    path.write_text(design_of(config).verilog, encoding="utf-8")
+    path.write_text(design_of(config, unit).verilog, encoding="utf-8")
     return path
 
 

@@ -28,6 +28,7 @@ from rich.table import Table
 from dtp.config import PRESETS
 from dtp.errors import DtpError, MissingToolError, must
 from dtp.pruner import Source
+from dtp.units import Unit
 from dtp.workload import Mode
 from sim.bench.stream import SimulationError
 from tools import gated, verbs
@@ -68,6 +69,9 @@ JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help=
 SeedOption = Annotated[int, typer.Option(parser=_integer, metavar="N", help="Equal seeds give equal results.")]
 CommutatorOption = Annotated[
     bool, typer.Option("--commutator", help="Also hidden state and matrices of the layer; one layer, one input.")
+]
+AnyUnitOption = Annotated[
+    str, typer.Option("--unit", metavar="NAME", help=f"{', '.join(unit.value for unit in Unit)}.")
 ]
 UnitOption = Annotated[str, typer.Option("--unit", metavar="NAME", help="attention, or gated: blocks kept by a gate.")]
 SourceOption = Annotated[
@@ -242,12 +246,13 @@ def presets_command(json: JsonOption = None) -> None:
 def generate_command(
     config: ConfigArgument,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
+    unit: AnyUnitOption = Unit.ATTENTION.value,
     json: JsonOption = None,
 ) -> None:
-    """Write Verilog and its manifest into a folder."""
+    """Write Verilog and its manifest into a folder: of the attention tile, or of another unit alone."""
     _check_json(json)
     with _progress() as progress:
-        result = verbs.generate(config, output, progress=progress)
+        result = verbs.generate(config, output, unit=unit, progress=progress)
     for file in result.files:
         typer.echo(f"{output / file.name}  {file.bytes} bytes  sha256 {file.sha256[:16]}")
     _write_json(json, result)
@@ -510,6 +515,7 @@ def fpga_command(
     ] = 1,
     freq: Annotated[float, typer.Option(parser=_number, metavar="MHZ", help="What placer and router aim at.")] = 110.0,
     speed: Annotated[int, typer.Option(parser=_integer, metavar="GRADE", help="Speed grade, 6, 7 or 8.")] = 8,
+    unit: AnyUnitOption = Unit.ATTENTION.value,
     save: Annotated[bool, typer.Option("--save", help="Also keep the report in docs/fpga.")] = False,
     json: JsonOption = None,
 ) -> None:
@@ -519,7 +525,9 @@ def fpga_command(
     """
     _check_json(json)
     with _progress() as progress:
-        report = verbs.fpga(config, seeds=seeds, freq_mhz=freq, speed=speed, save=save, progress=progress)
+        report = verbs.fpga(
+            config, seeds=seeds, freq_mhz=freq, speed=speed, unit=unit, save=save, progress=progress
+        )
     console = _console()
     table = Table(title=f"{report.name} on {report.device}", title_justify="left")
     for name in ("unit", "LUT4", "FF", "DSP", "BRAM"):

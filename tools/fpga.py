@@ -259,9 +259,10 @@ def report_path(name: str) -> Path:
     return _ROOT / "docs" / "fpga" / f"{name}.json"
 
 
-def report_name(config_name: str, speed: int) -> str:
-    """What the report of a configuration is called; the fastest grade goes without saying."""
-    return config_name if speed == LFE5U_85F.speed else f"{config_name}-speed{speed}"
+def report_name(config_name: str, speed: int, unit: str = "attention") -> str:
+    """What the report of a unit of a configuration is called; the tile and the fastest grade go without saying."""
+    name = config_name if unit == "attention" else f"{unit}-{config_name}"
+    return name if speed == LFE5U_85F.speed else f"{name}-speed{speed}"
 
 
 def load_committed(name: str) -> FpgaReport | None:
@@ -301,6 +302,7 @@ def synthesise(
     config_hash: str | None = None,
     device: Device = LFE5U_85F,
     timeout_s: float | None = None,
+    split: Sequence[str] = (),
 ) -> FpgaReport:
     """Counts what a design takes, packed into the device's cells; no placement, hence no frequency.
 
@@ -313,6 +315,7 @@ def synthesise(
     progress: called with stage and log line count, see `Progress`.
     config_hash: passed through to the report.
     timeout_s: for each tool run, wall time.
+    split: units of the first level, or parts of them with a dot, that are reported by their parts.
 
     Raises
     ------
@@ -321,7 +324,7 @@ def synthesise(
     """
     start = time.monotonic()
     with _folder(work_dir) as folder:
-        flow = _Flow(folder, device, progress or (lambda _stage, _lines: None), timeout_s)
+        flow = _Flow(folder, device, progress or (lambda _stage, _lines: None), timeout_s, split)
         netlist = flow.netlist(elaboratable, name, ports)
         packed = flow.pack(netlist.count)
         return _report(name, device, netlist, packed, config_hash=config_hash, wall_s=time.monotonic() - start)
@@ -341,6 +344,7 @@ def place_and_route(
     config_hash: str | None = None,
     device: Device = LFE5U_85F,
     timeout_s: float | None = None,
+    split: Sequence[str] = (),
 ) -> FpgaReport:
     """Places and routes a design; takes minutes for 10,000 LUTs.
 
@@ -359,7 +363,7 @@ def place_and_route(
         raise must("place_and_route", "seeds", "at least 1", seeds)
     start = time.monotonic()
     with _folder(work_dir) as folder:
-        flow = _Flow(folder, device, progress or (lambda _stage, _lines: None), timeout_s)
+        flow = _Flow(folder, device, progress or (lambda _stage, _lines: None), timeout_s, split)
         netlist = flow.netlist(elaboratable, name, ports)
         packed = flow.pack(netlist.count)
         if router is None:
@@ -422,8 +426,11 @@ class _Packed:
 class _Flow:
     """Tool runs in one folder; every file is named relative to it, because the tools see little else."""
 
-    def __init__(self, folder: Path, device: Device, progress: Progress, timeout_s: float | None) -> None:
+    def __init__(
+        self, folder: Path, device: Device, progress: Progress, timeout_s: float | None, split: Sequence[str] = ()
+    ) -> None:
         self.folder, self.device, self.progress, self.timeout_s = folder, device, progress, timeout_s
+        self.split = split
 
     def netlist(self, elaboratable: Any, name: str, ports: Sequence[Any] | Mapping[str, Any] | None) -> _Netlist:
         """RTLIL from Amaranth, tagged; Yosys to a flat netlist in ECP5 cells; refused when it cannot fit."""
@@ -449,7 +456,7 @@ class _Flow:
         _detach_unread_carries(design["modules"][_TOP])
         _draw_in_output_registers(design["modules"][_TOP])
         (self.folder / "design.json").write_text(json.dumps(design))
-        netlist = _Netlist.from_json(design, memories)
+        netlist = _Netlist.from_json(design, memories, self.split)
         lut4 = netlist.count["LUT4"] + 2 * netlist.count["CCU2C"] + 6 * netlist.count["TRELLIS_DPR16X4"]
         for kind, need in (
             ("TRELLIS_COMB", lut4),
@@ -752,9 +759,11 @@ class _Netlist:
     """Hierarchical names of all units."""
     source_of: dict[str, str]
     """Signal, memory or instance of the source -> file:line."""
+    split: frozenset[str]
+    """Units whose parts are units."""
 
     @classmethod
-    def from_json(cls, design: Mapping[str, Any], memories: Mapping[str, str]) -> Self:
+    def from_json(cls, design: Mapping[str, Any], memories: Mapping[str, str], split: Iterable[str] = ()) -> Self:
         module = design["modules"][_TOP]
         source_of = dict(memories)
         scopes: set[str] = set()
@@ -763,7 +772,8 @@ class _Netlist:
                 scopes.add(name)
             elif tags := _tags(entry["attributes"].get("src", "")):
                 source_of[name] = tags[0][1]
-        return cls(Counter(cell["type"] for cell in module["cells"].values()), frozenset(scopes), source_of)
+        count = Counter(cell["type"] for cell in module["cells"].values())
+        return cls(count, frozenset(scopes), source_of, frozenset(split))
 
     @cached_property
     def root(self) -> str:
@@ -777,14 +787,22 @@ class _Netlist:
 
     @cached_property
     def units(self) -> frozenset[str]:
-        """First level of the hierarchy below the root."""
-        root = len(self.root)
-        return frozenset(s[root:] for s in self.scopes if s.startswith(self.root) and "." not in s[root:])
+        """First level of the hierarchy below the root, and the parts of units that are split."""
+        return frozenset(self.unit(scope) for scope in self.scopes) - {TOP_UNIT}
 
     def unit(self, name: str) -> str:
-        """First-level unit in a hierarchical name."""
-        first = name[len(self.root) :].partition(".")[0]
-        return first if name.startswith(self.root) and first in self.units else TOP_UNIT
+        """The unit in a hierarchical name: of the first level, or, where that is split, of the next."""
+        if not name.startswith(self.root):
+            return TOP_UNIT
+        parts, found = name[len(self.root) :].split("."), ""
+        for part in parts:
+            longer = f"{found}.{part}" if found else part
+            if f"{self.root}{longer}" not in self.scopes:
+                break
+            found = longer
+            if found not in self.split:
+                break
+        return found or TOP_UNIT
 
     def scope(self, name: str) -> str:
         """The innermost unit in a cell's or net's name."""

@@ -29,6 +29,7 @@ from dtp.gated import (
 from dtp.pruner import SCORE_BITS, WEIGHT_BITS, Band, Gate, PrunerSettings, Source, blend, legal_blocks
 from dtp.quantise import Head, quantise
 from dtp.registers import Response, gated_registers
+from dtp.units import Unit
 from dtp.workload import Workload
 from tools import verbs
 from tools.verbs import ConfigLike, CosimResult, Models, Progress, SimulateResult, WorkloadLike
@@ -50,7 +51,7 @@ class GatePolicy:
     Parameters
     ----------
     source: where scores come from
-    weight: of holonomy beside a table, in 1/16
+    weight: of holonomy beside a table, in 1/16; None for a half
     kept: fraction of the legal blocks that one threshold for all heads keeps, as nearly as it can
     theta: threshold, raw u2f14
     budget: blocks kept in a row
@@ -59,7 +60,7 @@ class GatePolicy:
     """
 
     source: Source = Source.HOLONOMY
-    weight: int = 8
+    weight: int | None = None
     kept: float | None = None
     theta: int | None = None
     budget: int | None = None
@@ -77,7 +78,7 @@ class GatePolicy:
         if len(chosen) > 1:
             raise must("GatePolicy", chosen[0], f"absent where {chosen[1]} is given", getattr(self, chosen[0]))
         settings = PrunerSettings.open(self.source)
-        if self.source is Source.BOTH:
+        if self.weight is not None:
             settings = settings.changed(weight=self.weight)
         if self.kept is not None:
             run = geometry.run
@@ -97,7 +98,10 @@ class GatePolicy:
         if self.source is Source.TABLE:
             return geometry.scores
         field, _, _ = holonomy_scores(config, geometry)
-        return field if geometry.scores is None else blend(geometry.scores, field, self.weight, WEIGHT_BITS)
+        if geometry.scores is None:
+            return field
+        weight = PrunerSettings.open(self.source).weight if self.weight is None else self.weight
+        return blend(geometry.scores, field, weight, WEIGHT_BITS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,8 +317,8 @@ def gated_job(config: Config, found: GatedModels, *, stalls: float, seed: int) -
     writes = register_writes(config, found.settings)
     bound = int((3 * found.models.prediction.total_cycles + 4000) / (1 - stalls) ** 3)
     reads = [(described.register(name).address, bound) for name in READ_BACK]
-    jobs = _payloads([head.beats(config) for head in found.plain])
-    runs = _payloads([found.geometry.beats(config)])
+    jobs = payloads([head.beats(config) for head in found.plain])
+    runs = payloads([found.geometry.beats(config)])
     total = sum(output_beats(config, head.job) for head in found.plain)
     return ChannelJob(
         inputs={
@@ -334,7 +338,7 @@ def gated_job(config: Config, found: GatedModels, *, stalls: float, seed: int) -
     )
 
 
-def _payloads(packets: Sequence[Any]) -> list[int]:
+def payloads(packets: Sequence[Any]) -> list[int]:
     """Beats of packets as payloads of a channel, tlast above tdata."""
     return [
         int.from_bytes(beat.tobytes(), "little") | (number == len(packet) - 1) << 8 * packet.shape[1]
@@ -351,7 +355,7 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="dtp-") as temporary:
         verilog = Path(temporary) / "top.v"
         progress(f"generating Verilog of {config.name}", None)
-        verilog.write_text(verbs.emitted(config, "gated").verilog, encoding="utf-8")
+        verilog.write_text(verbs.emitted(config, Unit.GATED).verilog, encoding="utf-8")
         progress("building the simulator (kept for the next run)", None)
         build_channels(verilog, waves=waves is not None, cache_dir=cache_dir)
         progress(f"simulating the Verilog, about {total} cycles", None)

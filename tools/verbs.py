@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from dtp.config import PRESETS, Config
 from dtp.errors import DtpError, must
+from dtp.units import Unit
 from dtp.workload import Mode, Workload
 
 __all__ = [
@@ -138,6 +139,7 @@ class GenerateResult(Result):
 
     config: str
     config_hash: str
+    unit: str
     folder: Path
     files: tuple[GeneratedFile, ...]
 
@@ -324,6 +326,14 @@ def as_config(config: ConfigLike) -> Config:
     return config if isinstance(config, Config) else Config.load(config)
 
 
+def as_unit(unit: Unit | str) -> Unit:
+    """The unit itself, or the one of that name."""
+    try:
+        return Unit(unit)
+    except ValueError:
+        raise must("generate", "unit", f"one of {', '.join(known.value for known in Unit)}", unit) from None
+
+
 def as_workload(workload: WorkloadLike) -> Workload:
     """The workload itself, or the content of its file."""
     return workload if isinstance(workload, Workload) else Workload.load(workload)
@@ -342,23 +352,36 @@ def presets() -> PresetsResult:
     return PresetsResult(presets=tuple(found), wall_s=time.monotonic() - start)
 
 
-def generate(config: ConfigLike, folder: str | Path, *, progress: Progress = quiet) -> GenerateResult:
-    """Write ``top.v``, ``manifest.json`` and ``config.toml``; equal configurations give equal bytes.
+def generate(
+    config: ConfigLike,
+    folder: str | Path,
+    *,
+    unit: Unit | str = Unit.ATTENTION,
+    progress: Progress = quiet,
+) -> GenerateResult:
+    """Write ``top.v``, ``manifest.json``, ``config.toml``, and the gated top's ``registers.h`` and ``registers.json``.
+
+    Equal configurations give equal bytes.
 
     A folder that does not exist appears when all is written. In one that does, each file is replaced in one step
     and everything else is left alone.
 
+    Parameters
+    ----------
+    unit : the attention tile, or another unit alone
+
     Raises
     ------
     DtpError
-        A refused configuration, or a folder that cannot be written.
+        A refused configuration or unit, or a folder that cannot be written.
     """
     start = time.monotonic()
+    unit = as_unit(unit)
     config = as_config(config)
     place = Path(os.path.abspath(folder))
     _check_folder(place, folder)
     progress(f"generating Verilog of {config.name}", None)
-    design = emitted(config)
+    design = emitted(config, unit)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with partial_beside(place) as partial:
@@ -375,6 +398,7 @@ def generate(config: ConfigLike, folder: str | Path, *, progress: Progress = qui
     return GenerateResult(
         config=config.name,
         config_hash=config.hash,
+        unit=unit.value,
         folder=Path(folder),
         files=files,
         wall_s=time.monotonic() - start,
@@ -382,11 +406,11 @@ def generate(config: ConfigLike, folder: str | Path, *, progress: Progress = qui
 
 
 @lru_cache(maxsize=4)
-def emitted(config: Config, unit: str = "attention") -> Any:
+def emitted(config: Config, unit: Unit = Unit.ATTENTION) -> Any:
     """The generated design of a unit of a configuration, :class:`rtl.emit.Emitted`; made once a process."""
-    from rtl.emit import Unit, emit
+    from rtl.emit import emit
 
-    return emit(config, Unit(unit))
+    return emit(config, unit)
 
 
 def _check_folder(place: Path, shown: str | Path) -> None:
@@ -848,6 +872,7 @@ def fpga(
     seeds: int = 1,
     freq_mhz: float = 110.0,
     speed: int = 8,
+    unit: Unit | str = Unit.ATTENTION,
     save: bool = False,
     progress: Progress = quiet,
 ) -> Any:
@@ -855,6 +880,7 @@ def fpga(
 
     Parameters
     ----------
+    unit : what :func:`generate` can write
     seeds : place-and-route runs, the fastest is reported
     freq_mhz : what placer and router aim at
     speed : grade of the device, 6 (slow) to 8
@@ -872,17 +898,19 @@ def fpga(
         raise must("fpga", "seeds", "an integer of at least 1", seeds)
     if not 0 < freq_mhz < math.inf:
         raise must("fpga", "freq", "a finite number of MHz above 0", freq_mhz)
-    from rtl.emit import Top
+    from rtl.emit import top_of
     from rtl.lib.multiplier import Target
     from tools.fpga import LFE5U_85F, SPEED_GRADES, place_and_route, report_name, save_committed
 
     if speed not in SPEED_GRADES:
         raise must("fpga", "speed", "6, 7 or 8", speed)
 
-    top = Top(config, target=Target.ECP5)
+    chosen = as_unit(unit)
+    top = top_of(config, chosen, target=Target.ECP5)
     report = place_and_route(
         top,
-        name=report_name(config.name, speed),
+        name=report_name(config.name, speed, chosen.value),
+        split=("attention", "attention.tile", "attention.runs") if chosen is Unit.GATED else (),
         device=dataclasses.replace(LFE5U_85F, speed=speed),
         ports=top.ports,  # type: ignore[arg-type]
         freq_mhz=freq_mhz,

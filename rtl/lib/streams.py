@@ -178,7 +178,7 @@ class BlockQueue(wiring.Component):
 
     def elaborate(self, platform: object) -> Module:
         m = Module()
-        memory = BlockMemory(m, "queue", Shape.cast(self.i.payload.shape()), self.depth, target=self._target)
+        memory = BlockMemory(m, "payloads", Shape.cast(self.i.payload.shape()), self.depth, target=self._target)
         written, taken = Signal(range(2 * self.depth)), Signal(range(2 * self.depth))
         reads, read = Signal(), Signal()
         m.d.comb += [

@@ -20,12 +20,14 @@ the parts in ``channels.sv`` are joined by a module that is written for the port
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +57,9 @@ __all__ = [
     "Sink",
     "Source",
     "build_channels",
+    "pack_fields",
     "run_channels",
+    "unpack_fields",
 ]
 
 _STREAM = re.compile(r"((?:s|m)_axis(?:_\w+)?)_tvalid|(s_axil_(?:aw|w|b|ar|r))valid")
@@ -109,6 +113,40 @@ class Channel:
             values[name] = payload & ((1 << bits) - 1)
             payload >>= bits
         return values
+
+
+def pack_fields(fields: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> int:
+    """A packed payload, such as tdata of a unit's channel, from the ``fields`` that the manifest gives of its port.
+
+    ``values`` has an integer for each field, an array of the field's ``dimensions`` where it has them. Raises DtpError
+    for a missing or unknown field and for a value out of range.
+    """
+    names = [field["name"] for field in fields]
+    if sorted(values) != sorted(names):
+        raise must("pack_fields", "values", f"of {', '.join(names)}", ", ".join(values))
+    payload = 0
+    for item in fields:
+        bits, elements = item["bits"], np.asarray(values[item["name"]], dtype=object)
+        if elements.shape != tuple(item.get("dimensions", ())):
+            raise must("pack_fields", item["name"], f"of shape {item.get('dimensions', [])}", elements.shape)
+        low, high = (-1 << (bits - 1), 1 << (bits - 1)) if item["signed"] else (0, 1 << bits)
+        for number, value in enumerate(elements.ravel()):
+            if not low <= value < high:
+                raise must("pack_fields", item["name"], f"in {low}…{high - 1}", value)
+            payload |= (int(value) & ((1 << bits) - 1)) << (item["offset"] + bits * number)
+    return payload
+
+
+def unpack_fields(fields: Sequence[Mapping[str, Any]], payload: int) -> dict[str, Any]:
+    """Values of a packed payload: integers, and nested lists for fields with ``dimensions``."""
+    values: dict[str, Any] = {}
+    for item in fields:
+        bits, dimensions = item["bits"], item.get("dimensions", [])
+        found = [(payload >> (item["offset"] + bits * n)) & ((1 << bits) - 1) for n in range(math.prod(dimensions))]
+        if item["signed"]:
+            found = [value - (value >> (bits - 1) << bits) for value in found]
+        values[item["name"]] = np.array(found, dtype=object).reshape(dimensions).tolist()
+    return values
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtp.commutator import CommutatorMode
 from dtp.config import Config
 from dtp.errors import must
+from dtp.kernel import MAX_WAIT
 from dtp.matrix import Activation, MatrixJob
+from sim.cycles.matrix import MatrixTiming, matrix_timing
 
-__all__ = ["LayerShape", "Pass", "array_cycles", "extra_multiplications", "extra_passes", "plain_passes"]
+__all__ = [
+    "LayerShape",
+    "Pass",
+    "array_cycles",
+    "extra_multiplications",
+    "extra_passes",
+    "plain_passes",
+    "stored_timing",
+]
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,38 @@ def extra_passes(config: Config, shape: LayerShape, mode: CommutatorMode) -> tup
 def array_cycles(passes: tuple[Pass, ...]) -> int:
     """Array steps of passes."""
     return sum(item.steps for item in passes)
+
+
+def stored_timing(config: Config, jobs: Sequence[MatrixJob]) -> MatrixTiming:
+    """Cycles of matrices on one loaded state whose outputs all leave; :class:`sim.cycles.matrix.MatrixTiming`.
+
+    Cycle 0 is the one behind the last word of the LOAD. Steps, weights and sinks never wait; each step lets all the
+    matrices before it be unfinished. A matrix is taken as a job as soon as the mode takes it, its state is read one
+    word a cycle from the next cycle on and is there two cycles later; the next step begins three cycles behind the
+    read of its last word.
+
+    Parameters
+    ----------
+    jobs: at most ``MAX_WAIT`` + 1, as no more are under way
+
+    Raises
+    ------
+    DtpError
+        for too many jobs
+    """
+    if not 1 <= len(jobs) <= MAX_WAIT + 1:
+        raise must("stored_timing", "jobs", f"1 to {MAX_WAIT + 1}", len(jobs))
+    offers: list[int] = []
+    words: list[range] = []
+    following = 0
+    for count, job in enumerate(jobs, start=1):
+        offers.append(following)
+        reads = job.chunks(config) * config.pass_steps
+        words.append(range(reads))  # when they come does not matter for when the job is taken
+        taken = int(matrix_timing(config, jobs[:count], offered_jobs=offers, offered_activations=words).jobs[-1])
+        words[-1] = range(taken + 3, taken + 3 + reads)
+        following = taken + reads + 3
+    return matrix_timing(config, jobs, offered_jobs=offers, offered_activations=words)
 
 
 def extra_multiplications(shape: LayerShape, mode: CommutatorMode, frame_rank: int = 0) -> int:

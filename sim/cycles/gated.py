@@ -85,12 +85,10 @@ class GateCycles:
     def _step_run(self) -> None:
         number, (run, settings) = self._runs.popleft()
         params = GatedParams(self._config)
-        now = self._next + params.descriptor_beats - 1 + CHECK_CYCLES + run.heads
-        if number:
-            # The run before has been answered, and there is room.
-            now = max(now, self._free)
-            while self._waiting(now) >= ROW_QUEUE // 2:
-                now += 1
+        # A descriptor is taken when the run before has been answered; its run starts when there is room.
+        now = max(self._next, self._free) + params.descriptor_beats - 1 + CHECK_CYCLES + run.heads
+        while number and self._waiting(now) >= ROW_QUEUE // 2:
+            now += 1
         stepped = _RunCycles(self._config, run, settings, number, now)
         self._next, self._free = stepped.step_all()
         self.made += stepped.made
@@ -139,8 +137,7 @@ class _RunCycles:
         self._token_words = run.words * (1 if self._paired else 2)
         self._into = self._out = self._there = 0
         self._offered = self._given = False
-        # Scores: those that the field has made, the head that is gated.
-        self._scores: deque[int] = deque()
+        # Scores: the head that is gated.
         self._head = 0
         self._look = start + 1
         self._taken = 0
@@ -163,7 +160,7 @@ class _RunCycles:
         return found
 
     def step_all(self) -> tuple[int, int]:
-        """First cycle in which a beat of another run is looked at, and in which another run can start."""
+        """First cycle in which a beat of another run is there, and in which its descriptor is taken."""
         now = self._start
         while self._head < self._run.heads or self._ended is None:
             self._step(now)
@@ -174,6 +171,9 @@ class _RunCycles:
         run, p = self._run, self._p
         kind = self._sections[0][0] if self._sections and now >= self._resume else "none"
 
+        # Pruner: whether it takes a score.
+        gates = self._gate(now)
+
         # Engine and field.
         factor_ready = False
         if self._core is not None and not self._core_done:
@@ -182,7 +182,7 @@ class _RunCycles:
             second = self._paired or bool(word % 2)
             passes = out_step > 0 and second
             offers = self._core.offers
-            field_step = self._field_step(now, out_step, offers and passes)
+            field_step = self._field_step(now, out_step, offers and passes, gates)
             o_ready = now > self._start and (not passes or field_step)
             whole = kind == "factors" and self._count == p.factor_beats - 1
             state_valid = self._offered
@@ -193,25 +193,22 @@ class _RunCycles:
             self._feed(now, takes, written)
             self._core_done = shown.ended
         elif run.holonomy:
-            self._field_step(now, run.heads + 1, False)
+            self._field_step(now, run.heads + 1, False, gates)
 
         # Input.
         push = False
         if kind == "table":
             push = self._table.ready
-        pop = self._gate(now)
-        self._table.step(push, pop)
+        self._table.step(push, gates and run.table)
         self._load(now, kind, push, factor_ready)
 
     _core_done = False
 
-    def _field_step(self, now: int, out_step: int, word_valid: bool) -> bool:
+    def _field_step(self, now: int, out_step: int, word_valid: bool, score_ready: bool) -> bool:
         offers = now > self._start and 0 < out_step <= self._run.heads and not self._given
-        step = self._field.step(self._run.field_job() if offers else None, word_valid)
+        step = self._field.step(self._run.field_job() if offers else None, word_valid, score_ready)
         if step.job_taken:
             self._given = True
-        if step.score is not None:
-            self._scores.append(step.score + self._start)
         return step.word_taken
 
     def _route(self, gone: bool, out_step: int) -> bool:
@@ -274,7 +271,7 @@ class _RunCycles:
     _into_before = 0
 
     def _gate(self, now: int) -> bool:
-        """A score goes into the pruner, if one is there; whether it is one of the table."""
+        """Whether a score goes into the pruner."""
         run, config = self._run, self._config
         if self._head == run.heads or now <= self._look:
             return False
@@ -283,22 +280,17 @@ class _RunCycles:
             self._decisions = RowDecisions(self._p.pruner, command)
         if self._taken == self._blocks**2:
             return False
-        there = (not run.holonomy or (bool(self._scores) and self._scores[0] <= now)) and (
-            not run.table or self._table.valid
-        )
+        there = (not run.holonomy or self._field.offers) and (not run.table or self._table.valid)
         begins = self._taken % self._blocks == 0
         if not there or (begins and now < self._decisions.first_score):
-            assert run.table or not there, "a score of the field waits"
             return False
-        if run.holonomy:
-            self._scores.popleft()
         self._taken += 1
         if self._taken % self._blocks == 0:
             self._accepted.append(now)
             self._decisions.add(now)
         if self._taken == self._blocks**2:
             self._answer()
-        return run.table
+        return True
 
     def _answer(self) -> None:
         """All scores of a head are in: its rows, its report, the next command."""

@@ -71,21 +71,21 @@ def field_timing(
     while len(scores) < wanted:
         more = len(job_taken) < len(jobs) and now >= job_from[len(job_taken)]
         word = len(word_taken) < total and now >= word_from[len(word_taken)]
-        step = field.step(jobs[len(job_taken)] if more else None, word)
+        step = field.step(jobs[len(job_taken)] if more else None, word, True)
         job_taken += [now] * step.job_taken
         word_taken += [now] * step.word_taken
-        scores += [] if step.score is None else [step.score]
+        scores += [now] * step.score_taken
         now += 1
     return FieldTiming(*(np.array(x, dtype=np.int64) for x in (job_taken, word_taken, scores)))
 
 
 @dataclass(frozen=True)
 class FieldStep:
-    """One cycle at the ports of the field: what is taken, and the cycle of the score that is made now, if one is."""
+    """One cycle at the ports of the field: what is taken."""
 
     job_taken: bool
     word_taken: bool
-    score: int | None
+    score_taken: bool
 
 
 class FieldCycles:
@@ -106,14 +106,22 @@ class FieldCycles:
         self._shifts: list[int] = []
         self._start = self._gram_left = self._gram_done = 0
         self._gram_known = False
+        self._offered_from: int | None = None
         self._last_taken = -1
 
-    def step(self, job: FieldJob | None, word_valid: bool) -> FieldStep:
-        """One cycle in which ``job``, if any, and a word are offered; scores are taken when they are."""
+    @property
+    def offers(self) -> bool:
+        """Whether a score is offered in the next cycle to be stepped."""
+        return self._offered_from is not None and self._offered_from <= self._now
+
+    def step(self, job: FieldJob | None, word_valid: bool, score_ready: bool) -> FieldStep:
+        """One cycle in which ``job``, if any, and a word are offered, and a score would be taken."""
         p, now = self._p, self._now
-        self._now += 1
         job_taken = word_taken = False
-        score = None
+        score_taken = self.offers and score_ready
+        if score_taken:
+            self._offered_from, self._last_taken = None, now
+        self._now += 1
         if self._waiting and now >= self._full_from and not self._shifts and now >= self._free_from:
             self._waiting = False
             self._scored = self._newest
@@ -128,7 +136,7 @@ class FieldCycles:
             self._steps_left, self._words_from = job.tokens * job.words * p.word_steps, now + 1
         if self._final(now):
             self._shifts.pop()
-            score = self._last_taken = now + p.result_cycles
+            self._offered_from = now + p.result_cycles
             if self._shifts:
                 self._begin(now + 1)
             else:
@@ -142,7 +150,7 @@ class FieldCycles:
             self._gram_left -= 1
             if not self._gram_left:
                 self._gram_known, self._gram_done = True, now + p.product_cycles + 1
-        return FieldStep(job_taken, word_taken, score)
+        return FieldStep(job_taken, word_taken, score_taken)
 
     def _begin(self, start: int) -> None:
         assert self._scored is not None
@@ -150,7 +158,7 @@ class FieldCycles:
         self._gram_left = self._scored.words * self._p.word_steps
 
     def _final(self, now: int) -> bool:
-        if not self._shifts or not self._gram_known:
+        if not self._shifts or not self._gram_known or self._offered_from is not None:
             return False
         difference = max(self._start + 2 + self._p.weight_steps, self._gram_done)
         return now >= difference + 1 + self._shifts[-1] and now > self._last_taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,12 @@ import pytest
 from dtp.config import Config
 from dtp.gated import gated_golden
 from dtp.pruner import Source
+from dtp.registers import gated_registers
 from dtp.workload import Mode
 from tests.gated import workload
+from tests.tile import lint
 from tools.gated import GatePolicy, cosim_gated
+from tools.verbs import generate
 
 CASES: dict[str, tuple[dict[str, Any], GatePolicy]] = {
     "threshold": ({"mode": Mode.RIEMANNIAN}, GatePolicy(kept=0.5)),
@@ -79,3 +83,15 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verb, "gated_models", wrong_mask)
     result = cosim_gated(config, made, GatePolicy(kept=0.5))
     assert not result.bit_exact and "outputs differ" in result.differences[0]
+
+
+def test_registers_come_with_the_verilog(tmp_path: Path) -> None:
+    config = Config.load("tiny")
+    result = generate(config, tmp_path / "gated", unit="gated")
+    assert [file.name for file in result.files] == [
+        "top.v", "manifest.json", "config.toml", "registers.h", "registers.json",
+    ]  # fmt: skip
+    described = gated_registers(config)
+    assert (tmp_path / "gated" / "registers.h").read_text(encoding="utf-8") == described.to_c_header()
+    assert (tmp_path / "gated" / "registers.json").read_text(encoding="utf-8") == described.to_json()
+    assert lint(tmp_path / "gated" / "top.v") == ""

@@ -16,7 +16,7 @@ from amaranth.lib.wiring import In, Out
 
 from dtp.config import Config
 from rtl.attention import AbortGate
-from rtl.lib.streams import RegisterSlice, StreamQueue
+from rtl.lib.streams import BlockQueue, ForwardRegister, RegisterSlice, StreamQueue
 from tests.formal.prover import Mode, Proof, fails, holds
 
 _BITS = 2
@@ -25,7 +25,7 @@ _BITS = 2
 class _Followed:
     """Counts what a stream component holds, and follows one payload through it."""
 
-    def __init__(self, proof: Proof, component: Any, capacity: int) -> None:
+    def __init__(self, proof: Proof, component: Any, capacity: int, *, forwards: bool = False) -> None:
         proof.source(component.i, "i")
         proof.sink(component.o, "o")
         came, left = Signal(), Signal()
@@ -49,7 +49,9 @@ class _Followed:
             proof.m.d.sync += [self.inside.eq(self.ahead != 0), done.eq(self.ahead == 0), self.ahead.eq(self.ahead - 1)]
         proof.check(self.count <= capacity, "no more than it holds")
         proof.check(component.o.valid == (self.count != 0), "offers exactly what it holds")
-        proof.check(component.i.ready == (self.count != capacity), "takes exactly what fits")
+        room = self.count != capacity
+        room |= left if forwards else 0
+        proof.check(component.i.ready == room, "takes exactly what fits")
         proof.check(~self.inside | (self.ahead < self.count), "what is followed is there")
         leaves = self.inside & (self.ahead == 0)
         proof.check(~leaves | (component.o.payload == self.value), "leaves as it came")
@@ -79,14 +81,55 @@ def _queue(component: StreamQueue) -> Proof:
     return proof
 
 
-@pytest.mark.parametrize("name", ["slice", "queue of 2", "queue of 4"])
+def _register(component: ForwardRegister) -> Proof:
+    proof = Proof()
+    proof.opened(component, "dut")
+    followed = _Followed(proof, component, capacity=1, forwards=True)
+    proof.cover(followed.inside)
+    return proof
+
+
+@pytest.mark.parametrize("name", ["slice", "register", "queue of 2", "queue of 4"])
 def test_streams_keep_everything(name: str, tmp_path: Path) -> None:
     build = {
         "slice": lambda: _slice(RegisterSlice(_BITS)),
+        "register": lambda: _register(ForwardRegister(_BITS)),
         "queue of 2": lambda: _queue(StreamQueue(_BITS, 2)),
         "queue of 4": lambda: _queue(StreamQueue(_BITS, 4)),
     }[name]
     holds(build().prove(tmp_path, mode=Mode.INDUCTION, depth=2))
+
+
+def _block_queue(component: BlockQueue) -> Proof:
+    """Kept in order and never lost, for as long as the bound looks."""
+    proof = Proof()
+    proof.source(component.i, "i")
+    proof.sink(component.o, "o")
+    proof.m.submodules.dut = component
+    came, left = component.i.valid & component.i.ready, component.o.valid & component.o.ready
+    # The n-th payload that enters is the n-th that leaves.
+    number = proof.constant(4, "number")
+    entered, gone, value = Signal(5), Signal(5), Signal(_BITS)
+    proof.m.d.sync += [entered.eq(entered + came), gone.eq(gone + left)]
+    with proof.m.If(came & (entered == number)):
+        proof.m.d.sync += value.eq(component.i.payload)
+    proof.check(gone <= entered, "nothing leaves twice")
+    proof.check(~left | (gone != number) | (component.o.payload == value), "leaves as it came")
+    # What is inside leaves, with a ready sink, within the latency.
+    still = Signal(range(BlockQueue.LATENCY + 2))
+    with proof.m.If((entered == gone) | component.o.valid):
+        proof.m.d.sync += still.eq(0)
+    with proof.m.Else():
+        proof.m.d.sync += still.eq(still + 1)
+    proof.check(still <= BlockQueue.LATENCY, "offers what it holds")
+    proof.check(component.empty == (entered == gone), "says when it is empty")
+    proof.cover(~component.i.ready & (gone == 2))
+    return proof
+
+
+def test_a_queue_in_block_memory_keeps_everything(tmp_path: Path) -> None:
+    holds(_block_queue(BlockQueue(_BITS, 4)).prove(tmp_path / "kept", mode=Mode.BOUNDED, depth=18))
+    holds(_block_queue(BlockQueue(_BITS, 4)).prove(tmp_path / "full", mode=Mode.COVER, depth=18))
 
 
 def test_the_assumptions_leave_full_queues(tmp_path: Path) -> None:

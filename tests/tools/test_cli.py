@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from dtp.config import PRESETS, Config
 from dtp.errors import DtpError
+from dtp.units import Unit
 from dtp.workload import Workload
 from tools import cli, verbs
 from tools.fpga import FpgaReport, Resources
@@ -114,6 +115,11 @@ def test_usage_errors_are_one_line(run: Run, arguments: list[str], word: str) ->
 
 def test_unknown_preset(run: Run) -> None:
     refused(run("generate", "huge", "-o", "out"), "huge", *PRESETS)
+
+
+def test_unknown_unit(run: Run) -> None:
+    refused(run("generate", "tiny", "-o", "out", "--unit", "array"), "unit", "array", *(unit.value for unit in Unit))
+    assert not Path("out").exists()
 
 
 def test_missing_configuration_file(run: Run) -> None:
@@ -329,6 +335,14 @@ def test_generate_is_deterministic_in_another_process(run: Run, tmp_path: Path) 
     assert [file["name"] for file in table["files"]] == ["top.v", "manifest.json", "config.toml"]
 
 
+def test_generate_a_unit_alone(run: Run) -> None:
+    assert run("generate", "tiny", "-o", "pruner", "--unit", "pruner", "--json", "one.json")[0] == 0
+    made = json.loads(Path("pruner/manifest.json").read_text())
+    assert made["unit"] == json.loads(Path("one.json").read_text())["unit"] == "pruner"
+    assert "s_axis_command_tdata" in Path("pruner/top.v").read_text()
+    assert "s_axis_command_tdata" in {port["name"] for port in made["ports"]}
+
+
 def test_workloads_with_transports_and_layers(run: Run) -> None:
     status, out, _ = run(
         "workload", "random", "-o", "w.safetensors", "--tokens", "24", "--width", "16", "--heads", "2",
@@ -479,7 +493,7 @@ def test_end_of_the_process_from_outside(sent: signal.Signals, status: int, said
         "        (folder / 'top.v').write_text('half')\n"
         "        print('writing', flush=True)\n"
         "        signal.pause()\n"
-        "rtl.emit.emit = lambda config: Half()\n"
+        "rtl.emit.emit = lambda *_: Half()\n"
         "from tools.cli import main\n"
         "sys.exit(main(['generate', 'tiny', '-o', 'out']))\n"
     )

@@ -1,0 +1,250 @@
+"""What a gated top answers to runs, jobs and accesses that are wrong, and that it goes on afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dtp.attention import golden
+from dtp.config import Config
+from dtp.gated import GeometryError, RowError, holonomy_scores, quantise_geometry
+from dtp.job import StatusRecord, output_beats, status_beats
+from dtp.pruner import PrunerError, PrunerSettings, Source
+from dtp.registers import Response
+from sim.cycles.gated import predict_gated
+from tests.gated import (
+    START,
+    Access,
+    Gated,
+    drive,
+    outputs_differ,
+    register,
+    registers_read,
+    settings_of,
+    workload,
+)
+from tools.gated import stream_view
+from tools.verbs import compare_outputs
+
+TINY = Config.load("tiny")
+OPEN = PrunerSettings.open(Source.TABLE)
+POLICY = OPEN.changed(theta_low=30000, theta_high=30000)
+LATE = 20_000
+"""A cycle in which everything that was offered before has been answered."""
+
+
+def read(*names: str, cycle: int) -> list[Access]:
+    return [Access(register(TINY, name), cycle) for name in names]
+
+
+def table_run(seed: int = 1, tokens: int = 20, heads: int = 1, policy: PrunerSettings = POLICY) -> Gated:
+    return Gated.of(TINY, workload(TINY, seed, tokens=tokens, heads=heads, transport_rank=0), policy)
+
+
+def spoiled(gated: Gated, byte: int, value: int) -> np.ndarray:
+    beats = gated.geometry.beats(TINY).copy()
+    beats.reshape(-1)[byte] = value
+    return beats
+
+
+@pytest.mark.parametrize(
+    ("byte", "value", "code"),
+    [
+        (0, 0, GeometryError.MAGIC), (2, 7, GeometryError.VERSION), (3, 0, GeometryError.FLAGS),
+        (6, 17, GeometryError.HEADS), (8, 65, GeometryError.TOKENS), (12, 32, GeometryError.SHIFT),
+    ],
+)  # fmt: skip
+def test_after_a_refused_run_jobs_keep_every_block_until_it_is_cleared(
+    byte: int, value: int, code: GeometryError
+) -> None:
+    gated, after = table_run(2), table_run(3)
+    dense = golden(TINY, replace(gated.plain[0], block_mask=None))
+    accesses = [
+        *settings_of(TINY, POLICY),
+        *read("error", "status", cycle=LATE),
+        Access(register(TINY, "control"), LATE + 20, 1),
+        *read("error", "kept", cycle=2 * LATE),
+    ]
+    result = drive(
+        TINY,
+        runs=[(spoiled(gated, byte, value), START), (after.geometry.beats(TINY), LATE + 100)],
+        jobs=[(gated.plain[0], START), (after.plain[0], LATE + 100)],
+        accesses=accesses,
+    )
+    assert outputs_differ(TINY, [gated.plain[0], after.heads[0]], [dense, after.golden[0]], result) == []
+    error, status, cleared, kept = registers_read(TINY, accesses, result)
+    assert error["geometry"] == code and status == {"busy": 0, "rows": 0, "failed": 1}
+    assert not any(cleared.values())
+    assert kept["count"] == after.gate.kept
+
+
+@pytest.mark.parametrize(("cut", "code"), [(0, GeometryError.CUT), (12, GeometryError.EARLY_LAST)])
+def test_a_run_that_ends_early(cut: int, code: GeometryError) -> None:
+    """In the descriptor it is refused; later, missing scores are taken as 0."""
+    gated, after = table_run(4, tokens=32), table_run(5)
+    beats = gated.geometry.beats(TINY)[: max(cut, 3)]
+    accesses = [*settings_of(TINY, POLICY), *read("error", cycle=LATE)]
+    wanted = gated.plain[0], golden(TINY, gated.plain[0])
+    if cut:
+        assert gated.geometry.scores is not None
+        scores = gated.geometry.scores.copy().reshape(-1)
+        scores[cut - 5 :] = 0  # five beats of a descriptor
+        made = replace(workload(TINY, 4, tokens=32, heads=1, transport_rank=0))
+        table = scores.reshape(1, 4, 4).astype(np.uint16)
+        padded = Gated.of(TINY, replace(made, scores=table), POLICY)
+        wanted = padded.heads[0], padded.golden[0]
+    second = [] if not cut else [(after.geometry.beats(TINY), LATE)]
+    jobs = [(gated.plain[0], START)] + [(after.plain[0], LATE)] * bool(cut)
+    result = drive(TINY, runs=[(beats, START), *second], jobs=jobs, accesses=accesses)
+    heads, results = [wanted[0]], [wanted[1]]
+    if cut:
+        heads, results = [*heads, after.heads[0]], [*results, after.golden[0]]
+    assert outputs_differ(TINY, heads, results, result) == []
+    assert registers_read(TINY, accesses, result)[0]["geometry"] == code
+
+
+def test_a_run_that_ends_late() -> None:
+    gated, after = table_run(6), table_run(7)
+    beats = np.concatenate([gated.geometry.beats(TINY), gated.geometry.beats(TINY)[:9]])
+    accesses = [*settings_of(TINY, POLICY), *read("error", cycle=LATE)]
+    result = drive(
+        TINY,
+        runs=[(beats, START), (after.geometry.beats(TINY), START)],
+        jobs=[(gated.plain[0], START), (after.plain[0], START)],
+        accesses=accesses,
+    )
+    assert outputs_differ(TINY, [gated.heads[0], after.heads[0]], [gated.golden[0], after.golden[0]], result) == []
+    assert registers_read(TINY, accesses, result)[0]["geometry"] == GeometryError.LATE_LAST
+
+
+@pytest.mark.parametrize(("run_tokens", "code"), [(20, RowError.SHORT), (40, RowError.LONG)])
+def test_rows_of_another_size_than_the_job(run_tokens: int, code: RowError) -> None:
+    """Rows that are missing keep every legal block, surplus ones are dropped, and the next head is in step."""
+    run, sized, after = table_run(8, tokens=run_tokens), table_run(8, tokens=32), table_run(9)
+    blocks = 4
+    masks = np.ones((1, blocks, blocks), dtype=np.bool_)
+    given = run.gate.masks[0][:blocks]
+    masks[0, : len(given)] = 0
+    masks[0, : len(given), : given.shape[1]] = given[:, :blocks]
+    seen = Gated.over(TINY, run.geometry, POLICY, replace(run.gate, masks=masks), sized.plain)
+    accesses = [*settings_of(TINY, POLICY), *read("error", cycle=LATE)]
+    result = drive(
+        TINY,
+        runs=[(run.geometry.beats(TINY), START), (after.geometry.beats(TINY), START)],
+        jobs=[(sized.plain[0], START), (after.plain[0], START)],
+        accesses=accesses,
+    )
+    assert outputs_differ(TINY, [seen.heads[0], after.heads[0]], [seen.golden[0], after.golden[0]], result) == []
+    error = registers_read(TINY, accesses, result)[0]
+    assert error["rows"] == code and error["geometry"] == error["pruner"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "code"),
+    [
+        ("theta", 5 | 4 << 16, PrunerError.THRESHOLDS),
+        ("budget", 0, PrunerError.BUDGET),
+        ("band", 9 | 8 << 16, PrunerError.BAND),
+    ],
+)
+def test_settings_that_the_pruner_refuses_keep_every_block(name: str, word: int, code: PrunerError) -> None:
+    gated = table_run(10, policy=OPEN)
+    gate = {"theta": 0, "budget": 1, "band": 1 << 4}[name]
+    accesses = [
+        *settings_of(TINY, OPEN),
+        Access(register(TINY, "gate"), 20, gate),
+        Access(register(TINY, name), 20, word),
+        *read("error", "kept", cycle=LATE),
+    ]
+    result = drive(TINY, runs=[(gated.geometry.beats(TINY), START)], jobs=[(gated.plain[0], START)], accesses=accesses)
+    assert outputs_differ(TINY, gated.heads, gated.golden, result) == []
+    error, kept = registers_read(TINY, accesses, result)
+    assert error["pruner"] == code
+    assert kept["count"] == gated.gate.legal
+
+
+def test_an_access_to_no_register_is_answered() -> None:
+    accesses = [Access(0x7C, 0), Access(0x02, 0), Access(0x7C, 0, 1), Access(0x00, 0, 1), Access(0x10, 30)]
+    result = drive(TINY, accesses=accesses, timeout=500)
+    wrong = Response.DECODE_ERROR << 32
+    assert result.outputs["s_axil_r"].payloads == [wrong, wrong, 0]
+    assert result.outputs["s_axil_b"].payloads == [Response.DECODE_ERROR, Response.SLAVE_ERROR]
+
+
+def test_an_abort_drops_run_and_job_and_the_next_ones_work() -> None:
+    """Abort in the middle of a run with transports, while its job waits for rows."""
+    made = workload(TINY, 11, tokens=20, heads=2)
+    settings = PrunerSettings.open(Source.HOLONOMY).changed(theta_low=3000, theta_high=3000)
+    gated = Gated.of(TINY, made, settings)
+    cut = gated.geometry.beats(TINY)
+    accesses = [
+        *settings_of(TINY, settings),
+        Access(register(TINY, "control"), START + 150, 2),
+        *read("error", "status", "kept", cycle=50_000),
+    ]
+    result = drive(
+        TINY,
+        runs=[(cut, START), (cut, START + 1200)],
+        aborted_jobs=[(gated.plain[0].beats(TINY), START)],
+        jobs=[(head, START + 1200) for head in gated.plain],
+        accesses=accesses,
+        beats=status_beats(TINY) + sum(output_beats(TINY, head.job) for head in gated.plain),
+    )
+    view = stream_view(TINY, result)
+    first = status_beats(TINY)
+    assert StatusRecord.parse(view.data[:first].tobytes()).error == 255
+    rest = type(view)(data=view.data[first:], user=view.user[first:], last=view.last[first:])
+    assert compare_outputs(TINY, gated.heads, gated.golden, rest)[0] == []
+    error, status, kept = registers_read(TINY, accesses, result)
+    assert not any(error.values()) and not any(status.values())
+    assert kept["count"] == gated.gate.kept
+
+
+def test_runs_and_plain_jobs_in_turn_and_every_cycle() -> None:
+    """Two runs back to back, one with tables, one with transports, and a job between that does not look at the gate."""
+    first = table_run(12, tokens=24, heads=2)
+    made = workload(TINY, 13, tokens=17, heads=2)
+    second = Gated.of(TINY, made, PrunerSettings.open(Source.HOLONOMY).changed(theta_low=30000, theta_high=30000))
+    between = replace(first.plain[0], job=replace(first.plain[0].job, gated=False))
+    jobs = [*first.plain, between, *second.plain]
+    result = drive(
+        TINY,
+        runs=[(gated.geometry.beats(TINY), START) for gated in (first, second)],
+        jobs=[(head, START) for head in jobs],
+        accesses=settings_of(TINY, POLICY),
+    )
+    heads = [*first.heads, between, *second.heads]
+    assert outputs_differ(TINY, heads, [*first.golden, golden(TINY, between), *second.golden], result) == []
+    runs = [(gated.geometry.run, gated.settings) for gated in (first, second)]
+    view = stream_view(TINY, result)
+    cycles = view.cycles - view.first_input_cycle
+    assert cycles.tolist() == predict_gated(TINY, heads, runs).beat_cycles.tolist()
+
+
+def test_a_refused_job_takes_its_rows_with_it() -> None:
+    gated = table_run(14, heads=2)
+    beats = gated.plain[0].beats(TINY).copy()
+    beats.reshape(-1)[0] = 0
+    accesses = [*settings_of(TINY, POLICY), *read("error", cycle=LATE)]
+    result = drive(
+        TINY,
+        runs=[(gated.geometry.beats(TINY), START)],
+        aborted_jobs=[(beats, START)],
+        jobs=[(gated.plain[1], START)],
+        accesses=accesses,
+        beats=status_beats(TINY) + output_beats(TINY, gated.plain[1].job),
+    )
+    view = stream_view(TINY, result)
+    first = status_beats(TINY)
+    rest = type(view)(data=view.data[first:], user=view.user[first:], last=view.last[first:])
+    assert compare_outputs(TINY, gated.heads[1:], gated.golden[1:], rest)[0] == []
+    assert not any(registers_read(TINY, accesses, result)[0].values())
+
+
+def test_geometry_of_one_head_is_flat() -> None:
+    """A single head is paired with itself: two agreeing heads."""
+    made = workload(TINY, 15, tokens=16, heads=1)
+    scores, _, _ = holonomy_scores(TINY, quantise_geometry(TINY, made, Source.HOLONOMY))
+    assert scores.max() <= 16

@@ -1,0 +1,399 @@
+"""Units alone, as generated: their Verilog under cocotb on Verilator, beside golden model and cycle model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rtl.units
+from dtp.config import PRESETS, Config
+from dtp.fixed import Int
+from dtp.kernel import MAX_WAIT, Step, StepKind, execute
+from dtp.matrix import bias_words, padded, weight_entries, words
+from dtp.solve import MiddleMode
+from dtp.transport import TransportParams
+from dtp.units import Unit
+from rtl.units import field_params, pruner_params
+from sim.bench.channels import ChannelJob, ChannelResult, Sink, Source, pack_fields, run_channels
+from sim.cycles.commutator import stored_timing
+from sim.cycles.holonomy import field_timing
+from sim.cycles.pruner import head_timing
+from sim.cycles.transport import stream_cycles
+from tests.rtl import test_commutator as kernels
+from tests.rtl import test_holonomy as fields
+from tests.rtl import test_pruner as pruning
+from tests.rtl import test_transport as transports
+from tests.tile import design_of, lint, verilog_of
+
+Records = list[tuple[int, int]]  # payload, and the first cycle in which it may be offered
+
+
+@dataclass(frozen=True)
+class Case:
+    """What goes into a unit and what must come out.
+
+    Members
+    -------
+    inputs, outputs: by channel
+    plain: plain outputs at the end
+    cycles: from a run without stalls, the cycles that the cycle model gives for some of the channels
+    """
+
+    unit: Unit
+    config: Config
+    inputs: dict[str, Records]
+    outputs: dict[str, list[int]]
+    plain: dict[str, int]
+    cycles: Callable[[ChannelResult], dict[str, Sequence[int]]]
+
+    def run(self, *, stall: float = 0.0, seed: int = 0) -> ChannelResult:
+        """The generated Verilog; that no stream's rule is broken is checked."""
+        job = ChannelJob(
+            inputs={name: Source(records, stall) for name, records in self.inputs.items()},
+            outputs={name: Sink(len(payloads), stall) for name, payloads in self.outputs.items()},
+            timeout_cycles=int(60_000 / (1 - stall) ** 2),
+            drain_cycles=200,
+            seed=seed,
+        )
+        return run_channels(verilog_of(self.config, self.unit), job)
+
+    def differences(self, result: ChannelResult) -> list[str]:
+        """Every word and every plain output that is another one than expected."""
+        found = []
+        for name, wanted in self.outputs.items():
+            got = result.outputs[name].payloads
+            assert len(got) == len(wanted)
+            found += [
+                f"word {n} of {name} is {one:x}, not {other:x}"
+                for n, (one, other) in enumerate(zip(got, wanted, strict=True))
+                if one != other
+            ]
+        found += [
+            f"{name} is {result.plain[name]}, not {value}"
+            for name, value in self.plain.items()
+            if result.plain[name] != value
+        ]
+        return found
+
+    def late(self, result: ChannelResult) -> list[str]:
+        """Every channel with a word in another cycle than the model's."""
+        found = []
+        for name, wanted in self.cycles(result).items():
+            got = result.inputs[name] if name in result.inputs else result.outputs[name].cycles
+            if list(got) != list(wanted):
+                pairs = enumerate(zip(got, wanted, strict=True))
+                n, (one, other) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+                found.append(f"word {n} of {name} comes in cycle {one}, not {other}")
+        return found
+
+
+def packed(case: tuple[Config, Unit], port: str) -> Callable[[Mapping[str, Any]], int]:
+    """What makes a payload of the fields that the manifest names for a port."""
+    ports = {entry["name"]: entry for entry in design_of(*case).manifest["ports"]}
+    return lambda values: pack_fields(ports[port]["fields"], values)
+
+
+def with_last(config: Config, unit: Unit, channel: str, data: Sequence[int], last: Iterable[int]) -> list[int]:
+    """Payloads of a channel with tdata and tlast."""
+    bits = {entry["name"]: entry["bits"] for entry in design_of(config, unit).manifest["ports"]}[f"{channel}_tdata"]
+    return [value | int(end) << bits for value, end in zip(data, last, strict=True)]
+
+
+def at_once(payloads: Iterable[int]) -> Records:
+    return [(payload, 0) for payload in payloads]
+
+
+def gaps(random: np.random.Generator, count: int) -> list[int]:
+    """First cycles of an input that pauses now and then."""
+    return np.cumsum(random.choice([0, 1, 7], count, p=[0.4, 0.5, 0.1])).tolist()
+
+
+# ---- transport ---------------------------------------------------------------------------------------------
+
+
+def transport(config: Config) -> Case:
+    """Two jobs: one pair of slots at full mode, one with two groups, a factor of its own and a base."""
+    pairs = TransportParams(config).vectors == 2
+    cases = [
+        transports.Case.of(config, 11, tokens=7, words=3, tag=77),
+        transports.Case.of(
+            config, 12, mode=MiddleMode.SCALE, groups=2, tokens=3, words=2, tag=65535, separate=True,
+            transposed=not pairs, identity=False, base=True,
+        ),
+        transports.Case.of(config, 13, mode=MiddleMode.WOODBURY, tokens=4, words=2, tag=5),
+    ]  # fmt: skip
+    inputs, outputs = [], []
+    for case in cases:
+        for beats, payloads, spare in zip(transports._packed(config, case), (inputs, outputs), (0, 1), strict=True):
+            size = 8 * beats.shape[1] + spare  # tuser of one bit
+            payloads += [
+                int.from_bytes(beat.tobytes(), "little") | int(n == len(beats) - 1) << size
+                for n, beat in enumerate(beats)
+            ]
+
+    def cycles(result: ChannelResult) -> dict[str, Sequence[int]]:
+        first = int(result.inputs["s_axis"][0])
+        assert first == 0
+        return {"m_axis": stream_cycles(config, [case.job for case in cases])}
+
+    return Case(Unit.TRANSPORT, config, {"s_axis": at_once(inputs)}, {"m_axis": outputs}, {}, cycles)
+
+
+# ---- holonomy ----------------------------------------------------------------------------------------------
+
+
+def holonomy(config: Config) -> Case:
+    """Four heads of several blocks and a bit, words with pauses."""
+    params, random = field_params(config), np.random.default_rng(21)
+    lengths = (3 * config.block + 5, config.block, 2, 2 * config.block + 1)
+    heads = [fields._head(params, random, tokens=n, causal=n % 2 == 1) for n in lengths]
+    job = packed((config, Unit.HOLONOMY), "s_axis_job_tdata")
+    word = packed((config, Unit.HOLONOMY), "s_axis_tdata")
+    score = packed((config, Unit.HOLONOMY), "m_axis_tdata")
+    jobs = [
+        job({
+            "tokens": h.job.tokens, "words": h.job.words, "causal": int(h.job.causal), "shifts": h.job.shifts,
+            "reciprocals": h.job.reciprocals,
+        })
+        for h in heads
+    ]  # fmt: skip
+    lanes, last = zip(*fields._words(params, heads), strict=True)
+    vectors = with_last(config, Unit.HOLONOMY, "s_axis", [word({"": values}) for values in lanes], last)
+    expected = fields._expected(params, heads)
+    job_from, word_from = [0, 9, 400, 401], gaps(random, len(vectors))
+
+    def cycles(result: ChannelResult) -> dict[str, Sequence[int]]:
+        timing = field_timing(params, [h.job for h in heads], job_cycles=job_from, word_cycles=word_from)
+        return {"s_axis_job": timing.jobs.tolist(), "s_axis": timing.words.tolist(), "m_axis": timing.scores.tolist()}
+
+    return Case(
+        Unit.HOLONOMY,
+        config,
+        {"s_axis_job": list(zip(jobs, job_from, strict=True)), "s_axis": list(zip(vectors, word_from, strict=True))},
+        {"m_axis": [score({"score": s, "last": row, "end": end}) for s, row, end in expected]},
+        {"error": 0, "saturated": int(any(s == 65535 for s, _, _ in expected))},
+        cycles,
+    )
+
+
+# ---- pruner ------------------------------------------------------------------------------------------------
+
+
+def pruner(config: Config) -> Case:
+    """Heads of every kind, one of the largest size; every third one has too few scores or too many."""
+    params, random = pruner_params(config), np.random.default_rng(31)
+    told = [pruning.command(params, random) for _ in range(8)]
+    told[1] = replace(told[1], last_block=params.max_blocks - 1, last_valid=params.max_blocks - 1, gate=1, budget=3)
+    heads = [pruning.head(params, random, command, wrong=n % 3 == 2) for n, command in enumerate(told)]
+    golden = pruning.golden(params, heads)
+    command, table, mask, report = (
+        packed((config, Unit.PRUNER), f"{name}_tdata")
+        for name in ("s_axis_command", "s_axis_i_table", "m_axis", "m_axis_report")
+    )
+    sources = {
+        name: at_once(
+            table({"score": score, "last": int(n == len(sent) - 1)})
+            for sent in sources
+            for n, score in enumerate(sent or ())
+        )
+        for name, sources in (
+            ("s_axis_i_holonomy", [h.holonomy for h in heads]),
+            ("s_axis_i_table", [h.table for h in heads]),
+        )
+    }
+    rows = [
+        mask({
+            "mask": sum(1 << int(j) for j in np.flatnonzero(row)), "skipped": int(answer.skipped),
+            "last": int(n == len(answer.mask) - 1),
+        })
+        for answer in golden
+        for n, row in enumerate(answer.mask)
+    ]  # fmt: skip
+    reports = [
+        report({"kept": r.kept, "legal": r.legal, "skipped": int(r.skipped), "error": int(r.error)}) for r in golden
+    ]
+
+    def cycles(result: ChannelResult) -> dict[str, Sequence[int]]:
+        start, of_rows, of_reports = 0, [], []
+        for head in heads:
+            timing = head_timing(params, head.command, start, sent=head.sent)
+            of_rows += timing.rows.tolist()
+            of_reports.append(timing.report)
+            start = timing.next_command
+        return {"m_axis": of_rows, "m_axis_report": of_reports}
+
+    commands = at_once(command({name: int(value) for name, value in vars(h.command).items()}) for h in heads)
+    return Case(
+        Unit.PRUNER,
+        config,
+        {"s_axis_command": commands, **sources},
+        {"m_axis": rows, "m_axis_report": reports},
+        {"error": next((int(r.error) for r in golden if r.error), 0), "skipped_heads": sum(r.skipped for r in golden)},
+        cycles,
+    )
+
+
+# ---- commutator --------------------------------------------------------------------------------------------
+
+
+def stores(kernel: Any) -> list[Step]:
+    """A state, and the queries, keys and values of it: what :func:`stored_timing` tells the cycles of."""
+    bases = {name: n * kernel.matrices["q"].job.blocks(kernel.config) * kernel.config.pass_steps
+             for n, name in enumerate("qkv")}  # fmt: skip
+    load = Step(kind=StepKind.LOAD, group=0, width=kernel.layer.model, target=4)
+    return [load] + [
+        Step(
+            kind=StepKind.MATRIX, group=0, source=4, matrix=name, job=kernel.matrices[name].job, bias_base=bases[name],
+            store=True, wait=MAX_WAIT,
+        )
+        for name in "qkv"
+    ]  # fmt: skip
+
+
+def commutator(config: Config, part: str) -> Case:
+    """A layer of two row groups: the program ``before`` attention or ``after`` it, or only three ``stores``."""
+    layer = kernels.small_layer(
+        tokens=2 * config.rows - 1, model=2 * config.block, width=config.block, mlp=2 * config.block
+    )
+    kernel = kernels.quantise(config, layer)
+    halves = kernels.halves(kernel, kernels.CommutatorMode.FULL, np.random.default_rng(41))
+    state = kernels.group_rows(kernel, kernel.hidden)[:1]
+    program, loads = {"before": halves[0], "after": halves[1], "stores": (stores(kernel), state)}[part]
+    wanted = execute(kernel, program, loads)
+    step, word, entry, bias, output, energy = (
+        packed((config, Unit.COMMUTATOR), f"{name}_tdata")
+        for name in ("s_axis_step", "s_axis", "s_axis_w", "s_axis_bias_write", "m_axis", "m_axis_energy")
+    )
+    biases = []
+    for first in {s.matrix: s for s in program if s.job is not None}.values():
+        values = kernel.matrices[first.matrix].bias
+        if values is not None and first.job is not None:
+            biases += [
+                bias({"addr": first.bias_base + n, "data": joined(column, 24)})
+                for n, column in enumerate(bias_words(config, first.job, values))
+            ]
+    entries = [
+        entry({"": values.tolist()})
+        for s in program
+        if s.job is not None
+        for values in weight_entries(config, s.job, kernel.matrices[s.matrix].weights)
+    ]
+    data, last = [], []
+    for outputs in wanted.stored:
+        whole = words(config, padded(outputs, config.rows, config.chunks(outputs.shape[1]) * config.block))
+        data += [output({"": values.tolist()}) for values in whole]
+        last += [int(n == len(whole) - 1) for n in range(len(whole))]
+    records = [
+        energy({
+            "difference": int(e.difference[row]), "reference": int(e.reference[row]), "ratio": int(e.ratio[row]),
+            "last": int(row == config.rows - 1),
+        })
+        for e in wanted.energies
+        for row in range(config.rows)
+    ]  # fmt: skip
+
+    def cycles(result: ChannelResult) -> dict[str, Sequence[int]]:
+        if part != "stores":
+            return {}
+        after = int(result.inputs["s_axis"][-1]) + 1
+        timing = stored_timing(config, [s.job for s in program if s.job is not None])
+        return {"s_axis_w": (timing.steps + after).tolist(), "m_axis": (timing.outputs + after).tolist()}
+
+    return Case(
+        Unit.COMMUTATOR,
+        config,
+        {
+            # Biases are there before the first step.
+            "s_axis_step": [(step(step_values(config, s)), 2 * len(biases) + 50) for s in program],
+            "s_axis": at_once(word({"": values.tolist()}) for load in loads for values in words(config, load)),
+            "s_axis_w": at_once(entries),
+            "s_axis_bias_write": at_once(biases),
+        },
+        {"m_axis": with_last(config, Unit.COMMUTATOR, "m_axis", data, last), "m_axis_energy": records},
+        {"saturations": wanted.saturations, "sum_saturations": wanted.sum_saturations, "idle": 1},
+        cycles,
+    )
+
+
+def joined(values: Int, bits: int) -> int:
+    return sum((int(value) & ((1 << bits) - 1)) << bits * n for n, value in enumerate(values))
+
+
+def step_values(config: Config, step: Step) -> dict[str, int]:
+    """Fields of a step's payload."""
+    own = ("kind", "wait", "target", "source", "residual", "normalise", "store")
+    numbers = ("feed_gain", "shift", "scale", "out_shift", "activation", "wide")
+    job = step.job
+    values = {name: int(getattr(step, name)) for name in own}
+    values |= {
+        "words": step.words(config), "width": step.width if job is None else job.width, "addend": step.addend or 0,
+        "adds": int(step.addend is not None and step.kind is StepKind.MATRIX),
+        "job.chunks": 0 if job is None else job.chunks(config), "job.blocks": 0 if job is None else job.blocks(config),
+        "job.has_bias": int(job is not None and job.bias), "job.bias_base": step.bias_base,
+    }  # fmt: skip
+    return values | {f"job.{name}": 0 if job is None else int(getattr(job, name)) for name in numbers}
+
+
+# ---- tests -------------------------------------------------------------------------------------------------
+
+
+CASES: dict[str, Callable[[Config], Case]] = {
+    "transport": transport,
+    "holonomy": holonomy,
+    "pruner": pruner,
+    "commutator, before": lambda config: commutator(config, "before"),
+    "commutator, after": lambda config: commutator(config, "after"),
+    "commutator, stores": lambda config: commutator(config, "stores"),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", CASES)
+def test_bits_and_cycles(name: str, preset: str) -> None:
+    """Without stalls every word in its cycle; with stalls on every channel every word."""
+    case = CASES[name](Config.load(preset))
+    still = case.run()
+    assert case.differences(still) == []
+    assert case.late(still) == []
+    stalled = case.run(stall=0.4, seed=len(name))
+    assert case.differences(stalled) == []
+    assert stalled.sim_cycles > still.sim_cycles
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_difference_is_found(name: str) -> None:
+    """One wrong bit of any channel, one wrong plain output and one word in another cycle."""
+    case = CASES[name](Config.load("tiny"))
+    result = case.run()
+    assert case.differences(result) == []
+    for channel, payloads in case.outputs.items():
+        for n in range(0, len(payloads), max(1, len(payloads) // 5)):
+            changed = [*payloads[:n], payloads[n] ^ 1 << n % 9, *payloads[n + 1 :]]
+            assert len(replace(case, outputs=case.outputs | {channel: changed}).differences(result)) == 1
+    for port, value in case.plain.items():
+        assert len(replace(case, plain=case.plain | {port: value ^ 1}).differences(result)) == 1
+    for channel, wanted in case.cycles(result).items():
+        later = {channel: [*wanted[:-1], wanted[-1] + 1]}
+        assert len(replace(case, cycles=lambda _, later=later: later).late(result)) == 1
+
+
+@pytest.mark.parametrize("preset", ["tiny", "ecp5-85k"])
+@pytest.mark.parametrize("unit", [unit for unit in Unit if unit is not Unit.ATTENTION])
+def test_lint(unit: Unit, preset: str) -> None:
+    assert lint(verilog_of(Config.load(preset), unit)) == ""
+
+
+def test_the_example_of_the_docs_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(rtl.units.__file__).parents[1] / "docs" / "interface.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "interface.md", "exec"), {})
+    assert capsys.readouterr().out == "[1, 3]\n"
