@@ -430,19 +430,22 @@ def holonomy_scores(config: Config, geometry: Geometry) -> tuple[Int, TransportE
     run, params = geometry.run, GatedParams(config)
     if geometry.factors is None or geometry.probes is None:
         raise must("holonomy_scores", "geometry", "with factors and probes", None)
-    job = replace(run.transport_job(), tokens=run.tokens, transposed=False)
+    # Tokens do not know of each other and heads share their scales: all heads are one job of the engine.
+    job = replace(run.transport_job(), tokens=run.heads * run.tokens, transposed=False)
     back = replace(job, plain=False, transposed=True)
-    field = run.field_job()
+    width = geometry.factors.shape[2]
+    states = np.repeat(geometry.probes, run.tokens, axis=0)[:, None]
+    there = transport(config, job, geometry.factors.reshape(job.tokens, width, -1), states)
+    following = np.roll(geometry.factors, -1, axis=0).reshape(job.tokens, width, -1)
+    again = transport(config, back, following, there.outputs)
     lanes = run.words * params.transport.tile_rows
-    error, saturations, tables = TransportError(0), 0, []
-    for head in range(run.heads):
-        states = np.repeat(geometry.probes[head][None, None], run.tokens, axis=0)
-        there = transport(config, job, geometry.factors[head], states)
-        again = transport(config, back, geometry.factors[(head + 1) % run.heads], there.outputs)
-        u = np.pad(again.outputs[:, 0], ((0, 0), (0, lanes - again.outputs.shape[2])))
-        tables.append(block_scores(block_sums(u, params.field), field, params.field))
-        error |= there.error | again.error
-        saturations += there.saturations + again.saturations
+    u = np.pad(again.outputs[:, 0], ((0, 0), (0, lanes - again.outputs.shape[2])))
+    field = run.field_job()
+    tables = [
+        block_scores(block_sums(part, params.field), field, params.field)
+        for part in u.reshape(run.heads, run.tokens, lanes)
+    ]
+    error, saturations = there.error | again.error, there.saturations + again.saturations
     return np.stack(tables), error, min(saturations, COUNT_LIMIT)
 
 
