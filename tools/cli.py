@@ -623,7 +623,7 @@ def _show_demo(console: Console, result: Any) -> None:
 
 
 def _show_gated_demo(console: Console, gated: Any) -> None:
-    title = f"Attention gated by holonomy: digits with transports, image {gated.image}, layer {gated.layer}"
+    title = f"Gated attention: digits with transports, image {gated.image}, layer {gated.layer}"
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for case in gated.cases:
@@ -640,31 +640,28 @@ def _show_gated_demo(console: Console, gated: Any) -> None:
     )
     for name, shown in rows:
         table.add_row(name, *(shown(case.result) for case in gated.cases))
-    found = gated.accuracy
     console.print(table)
     console.print(
-        "⁴ made in the run, scores cost a pass of the transport engine over every head and one more: two heads of 64 "
-        "tokens are too little attention to hide them (docs/gated.md, 5)"
+        "⁴ scores made in the run cost a pass of the transport engine a head, and one more: two heads of 64 tokens are "
+        "too little attention to hide them (docs/gated.md, 5)"
     )
     console.print("⁵ ‖o − o_dense‖ ÷ ‖o_dense‖")
     for case in gated.cases:
         for line in case.result.differences:
             console.print(escape(f"gated, {case.name}: {line}"), soft_wrap=True)
-    accuracy = _pairs(
-        "Accuracy with gated attention",
-        [
-            ("gated", f"{_percent(found.gated_accuracy)} at {_percent(found.kept_fraction)} of the blocks"),
-            ("dense", f"{_percent(found.dense_accuracy)} in the same arithmetic, {_percent(found.float_accuracy)} in float"),
-            ("images", f"{found.images} of {found.held_out} held out; answers that differ from dense: {found.changed}"),
-            (
-                "thresholds",
-                f"{', '.join(str(theta) for theta in found.thresholds)} ÷ 16384 by layer, those that keep "
-                f"{_percent(found.wanted)} of {found.training_images} training images; both layers gated",
-            ),
-        ],
+    found = gated.accuracy
+    thresholds = ", ".join(str(theta) for theta in found.thresholds)
+    accuracy = (
+        ("gated", f"{_percent(found.gated_accuracy)} at {_percent(found.kept_fraction)} of the blocks, both layers"),
+        ("dense", f"{_percent(found.dense_accuracy)}, the same arithmetic; {_percent(found.float_accuracy)} in float"),
+        ("images", f"{found.images} of {found.held_out} held out; answers that differ: {found.changed}"),
+        (
+            "thresholds",
+            f"{thresholds} ÷ 16384, a layer each: {_percent(found.wanted)} of {found.training_images} training images",
+        ),
     )
-    console.print(accuracy)
-    console.print(f"block scores and kept blocks of each head: {gated.picture}")
+    console.print(_pairs("Accuracy with gated attention", accuracy))
+    console.print(escape(f"picture of block scores and kept blocks: {gated.picture}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

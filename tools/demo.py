@@ -157,9 +157,7 @@ def demo(
     return _result(config, tuple(cases), accuracy, gated, report, run_fpga, notes, start)
 
 
-def gated_demo(
-    config: Config, images: int, picture: Path, *, cache_dir: Path | None, progress: Progress
-) -> GatedDemo:
+def gated_demo(config: Config, images: int, picture: Path, *, cache_dir: Path | None, progress: Progress) -> GatedDemo:
     """The demo's gated part: accuracy and thresholds, then the first held-out image through the gated top.
 
     The same scores come in twice: made by the hardware in the run, and sent to it as a table, which shows what

@@ -40,6 +40,7 @@ def gated_picture(gate: GateResult, block: int, path: Path) -> None:
     heads, blocks = scores.shape[:2]
     low, high = float(scores.min()), float(scores.max())
     edges = np.arange(blocks + 1) * block
+    kept = ListedColormap([DROPPED, KEPT])
     grid: dict[str, Any] = {"edgecolors": EDGE, "linewidth": 1.5}
     settings: Any = {"svg.hashsalt": "gated", "svg.fonttype": "none", "font.size": 8}
     with matplotlib.rc_context(settings):
@@ -48,7 +49,7 @@ def gated_picture(gate: GateResult, block: int, path: Path) -> None:
         )
         for head, (left, right) in enumerate(axes):
             left.pcolormesh(edges, edges, scores[head], cmap="viridis", vmin=low, vmax=high, **grid)
-            right.pcolormesh(edges, edges, gate.masks[head], cmap=ListedColormap([DROPPED, KEPT]), vmin=0, vmax=1, **grid)
+            right.pcolormesh(edges, edges, gate.masks[head], cmap=kept, vmin=0, vmax=1, **grid)
             for (row, column), score in np.ndenumerate(scores[head]):
                 middle = ((column + 0.5) * block, (row + 0.5) * block)
                 colour = "black" if score > low + 0.6 * (high - low) else "white"
