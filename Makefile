@@ -1,4 +1,4 @@
-# make demo    what the processor does, in about a minute
+# make demo    what the processor does, in a minute or two
 # make test    style, types and every test
 # make bench   the figures of docs/results.md
 # make minilm  only the environment of the tests, with the weights of a small sentence encoder

@@ -22,7 +22,7 @@ from dtp.config import Config
 from dtp.errors import must
 from dtp.fixed import Int
 from dtp.holonomy import SHIFT_LIMIT, FieldJob, FieldParams, block_scores, block_sums
-from dtp.job import Field, Flag
+from dtp.job import Field, Flag, pack_descriptor, unpack_descriptor
 from dtp.pruner import GoldenPruner, HeadCommand, PrunerError, PrunerParams, PrunerSettings, Source
 from dtp.quantise import Head
 from dtp.solve import TILE_COLUMNS, MiddleMode, TransportError
@@ -248,16 +248,12 @@ class Run:
         numbers["flags"] = sum(flags[flag.name] << flag.bit for flag in FLAGS)
         numbers |= {f"reciprocal_{n}": value for n, value in enumerate(self.reciprocals)}
         numbers |= {f"shift_{n}": value for n, value in enumerate(self.shifts)}
-        data = bytearray(DESCRIPTOR_BYTES)
-        for field in FIELDS:
-            value = numbers[field.name].to_bytes(field.bytes, "little", signed=field.signed)
-            data[field.offset : field.offset + field.bytes] = value
-        return bytes(data)
+        return pack_descriptor(numbers, FIELDS, DESCRIPTOR_BYTES)
 
 
 def descriptor_error(config: Config, data: bytes) -> GeometryError:
     """What the unit says to a descriptor."""
-    n = {f.name: int.from_bytes(data[f.offset : f.offset + f.bytes], "little", signed=f.signed) for f in FIELDS}
+    n = unpack_descriptor(data, FIELDS, DESCRIPTOR_BYTES)
     p = GatedParams(config)
     bit = {flag.name: bool(n["flags"] >> flag.bit & 1) for flag in FLAGS}
     wide = n["project_shift"] | n["gram_shift"]
@@ -434,19 +430,22 @@ def holonomy_scores(config: Config, geometry: Geometry) -> tuple[Int, TransportE
     run, params = geometry.run, GatedParams(config)
     if geometry.factors is None or geometry.probes is None:
         raise must("holonomy_scores", "geometry", "with factors and probes", None)
-    job = replace(run.transport_job(), tokens=run.tokens, transposed=False)
+    # Tokens do not know of each other and heads share their scales: all heads are one job of the engine.
+    job = replace(run.transport_job(), tokens=run.heads * run.tokens, transposed=False)
     back = replace(job, plain=False, transposed=True)
-    field = run.field_job()
+    width = geometry.factors.shape[2]
+    states = np.repeat(geometry.probes, run.tokens, axis=0)[:, None]
+    there = transport(config, job, geometry.factors.reshape(job.tokens, width, -1), states)
+    following = np.roll(geometry.factors, -1, axis=0).reshape(job.tokens, width, -1)
+    again = transport(config, back, following, there.outputs)
     lanes = run.words * params.transport.tile_rows
-    error, saturations, tables = TransportError(0), 0, []
-    for head in range(run.heads):
-        states = np.repeat(geometry.probes[head][None, None], run.tokens, axis=0)
-        there = transport(config, job, geometry.factors[head], states)
-        again = transport(config, back, geometry.factors[(head + 1) % run.heads], there.outputs)
-        u = np.pad(again.outputs[:, 0], ((0, 0), (0, lanes - again.outputs.shape[2])))
-        tables.append(block_scores(block_sums(u, params.field), field, params.field))
-        error |= there.error | again.error
-        saturations += there.saturations + again.saturations
+    u = np.pad(again.outputs[:, 0], ((0, 0), (0, lanes - again.outputs.shape[2])))
+    field = run.field_job()
+    tables = [
+        block_scores(block_sums(part, params.field), field, params.field)
+        for part in u.reshape(run.heads, run.tokens, lanes)
+    ]
+    error, saturations = there.error | again.error, there.saturations + again.saturations
     return np.stack(tables), error, min(saturations, COUNT_LIMIT)
 
 

@@ -242,21 +242,25 @@ def _range(field: Field) -> tuple[int, int]:
     return signed_range(8 * field.bytes) if field.signed else (0, (1 << 8 * field.bytes) - 1)
 
 
-def pack_descriptor(numbers: dict[str, int]) -> bytes:
-    """64 bytes from a number for each of :data:`FIELDS`; takes wrong ones too, if their bytes hold them."""
-    data = bytearray(DESCRIPTOR_BYTES)
-    for field in FIELDS:
+def pack_descriptor(
+    numbers: dict[str, int], fields: Sequence[Field] = FIELDS, size: int = DESCRIPTOR_BYTES
+) -> bytes:
+    """``size`` bytes from a number for each of ``fields``; takes wrong ones too, if their bytes hold them."""
+    data = bytearray(size)
+    for field in fields:
         value = numbers[field.name].to_bytes(field.bytes, "little", signed=field.signed)
         data[field.offset : field.offset + field.bytes] = value
     return bytes(data)
 
 
-def unpack_descriptor(data: bytes) -> dict[str, int]:
-    """The numbers of :data:`FIELDS`, unchecked; raises DtpError for a wrong length."""
-    if len(data) != DESCRIPTOR_BYTES:
-        raise must("descriptor", "length", f"{DESCRIPTOR_BYTES} bytes", len(data))
+def unpack_descriptor(
+    data: bytes, fields: Sequence[Field] = FIELDS, size: int = DESCRIPTOR_BYTES
+) -> dict[str, int]:
+    """The numbers of ``fields``, unchecked; raises DtpError for a wrong length."""
+    if len(data) != size:
+        raise must("descriptor", "length", f"{size} bytes", len(data))
     return {
-        f.name: int.from_bytes(data[f.offset : f.offset + f.bytes], "little", signed=f.signed) for f in FIELDS
+        f.name: int.from_bytes(data[f.offset : f.offset + f.bytes], "little", signed=f.signed) for f in fields
     }
 
 

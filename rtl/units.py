@@ -130,10 +130,10 @@ class UnitTop(Elaboratable):
 
 def _is_axi_lite(component: wiring.Component) -> bool:
     """Whether all five channels are there, with their fields."""
-    ports = [(getattr(component, name, None), fields) for name, fields in _AXI_LITE.items()]
+    payloads = {name: getattr(getattr(component, name, None), "payload", None) for name in _AXI_LITE}
     return all(
-        port is not None and hasattr(port, "payload") and tuple(_payload_parts(port.payload)) == fields
-        for port, fields in ports
+        payloads[name] is not None and tuple(_payload_parts(payloads[name])) == fields
+        for name, fields in _AXI_LITE.items()
     )
 
 

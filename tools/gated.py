@@ -258,32 +258,11 @@ def cosim_gated(
     models = found.models
     job = gated_job(config, found, stalls=stalls, seed=seed)
     result = _run(config, job, int(models.prediction.total_cycles), waves, cache_dir, progress)
-    shown = stream_view(config, result)
-    differences, compared = verbs.compare_outputs(config, models.heads, models.golden, shown)
-    differences = [*result.faults, *differences, *compare_registers(config, found, result)]
-    bit_exact = not differences
-    cycles_equal: bool | None = None
-    if stalls == 0:
-        late = verbs.compare_cycles(models.prediction, shown)
-        cycles_equal = late is None
-        differences += [] if late is None else [late]
-    cycles_rtl = verbs.cycles_of(shown)
-    utilisation = models.fields["macs"] / (cycles_rtl * config.macs) if cycles_rtl else 0.0
-    return GatedCosimResult(
-        **{**models.fields, "array_utilisation": utilisation},
-        bit_exact=bit_exact,
-        outputs_compared=compared,
-        cycles_rtl=cycles_rtl,
-        cycles_equal=cycles_equal,
-        differences=tuple(differences),
-        stall_probability=float(stalls),
-        seed=seed,
-        sim_cycles=result.sim_cycles,
-        sim_cycles_per_s=result.cycles_per_second,
-        waves=None if waves is None else Path(waves),
-        wall_s=time.monotonic() - start,
-        **found.figures(),
+    registers = compare_registers(config, found, result)
+    fields = verbs.cosim_fields(
+        models, result, stream_view(config, result), registers, waves=waves, stalls=stalls, seed=seed
     )
+    return GatedCosimResult(**fields, **found.figures(), wall_s=time.monotonic() - start)
 
 
 # ---- the run in the simulator --------------------------------------------------------------------------------------

@@ -687,30 +687,48 @@ def cosim(
     check_conditions(waves, stalls, seed)
     models = _run_models(config, workload, reference, progress)
     result = _run_rtl(models, waves, stalls, seed, cache_dir, progress)
-    differences, compared = compare_outputs(config, models.heads, models.golden, result)
-    differences = [*result.faults, *differences]
+    fields = cosim_fields(models, result, result, (), waves=waves, stalls=stalls, seed=seed)
+    return CosimResult(**fields, wall_s=time.monotonic() - start)
+
+
+def cosim_fields(
+    models: Models, result: Any, beats: Any, more: Sequence[str], *, waves: str | Path | None, stalls: float, seed: int
+) -> dict[str, Any]:
+    """Fields of :class:`CosimResult` but ``wall_s``: what a run shows beside both models.
+
+    Parameters
+    ----------
+    result : of the simulator: its rate, and the rules that were broken
+    beats : of the output stream: data, user, last, cycles and first_input_cycle
+    more : one line for each difference beside those of the beats
+    """
+    config = models.config
+    differences, compared = compare_outputs(config, models.heads, models.golden, beats)
+    differences = [*result.faults, *differences, *more]
     bit_exact = not differences
     cycles_equal: bool | None = None
     if stalls == 0:
-        late = compare_cycles(models.prediction, result)
+        late = compare_cycles(models.prediction, beats)
         cycles_equal = late is None
         differences += [] if late is None else [late]
-    cycles_rtl = cycles_of(result)
+    cycles_rtl = None
+    if beats.first_input_cycle is not None and len(beats.cycles):
+        cycles_rtl = int(beats.cycles[-1]) - int(beats.first_input_cycle) + 1
     utilisation = models.fields["macs"] / (cycles_rtl * config.macs) if cycles_rtl else 0.0
-    return CosimResult(
-        **{**models.fields, "array_utilisation": utilisation},
-        bit_exact=bit_exact,
-        outputs_compared=compared,
-        cycles_rtl=cycles_rtl,
-        cycles_equal=cycles_equal,
-        differences=tuple(differences),
-        stall_probability=float(stalls),
-        seed=seed,
-        sim_cycles=result.sim_cycles,
-        sim_cycles_per_s=result.cycles_per_second,
-        waves=None if waves is None else Path(waves),
-        wall_s=time.monotonic() - start,
-    )
+    return {
+        **models.fields,
+        "array_utilisation": utilisation,
+        "bit_exact": bit_exact,
+        "outputs_compared": compared,
+        "cycles_rtl": cycles_rtl,
+        "cycles_equal": cycles_equal,
+        "differences": tuple(differences),
+        "stall_probability": float(stalls),
+        "seed": seed,
+        "sim_cycles": result.sim_cycles,
+        "sim_cycles_per_s": result.cycles_per_second,
+        "waves": None if waves is None else Path(waves),
+    }
 
 
 def check_conditions(waves: str | Path | None, stalls: float, seed: int) -> None:
@@ -732,13 +750,6 @@ def check_conditions(waves: str | Path | None, stalls: float, seed: int) -> None
     from sim.bench.toolchain import find_toolchain
 
     find_toolchain()
-
-
-def cycles_of(result: Any) -> int | None:
-    """From the first input beat to the last output beat, both counted; None without beats."""
-    if result.first_input_cycle is None or not len(result.cycles):
-        return None
-    return int(result.cycles[-1]) - int(result.first_input_cycle) + 1
 
 
 def stream_job(config: Config, heads: Sequence[Any], total_cycles: int, stalls: float, seed: int) -> Any:

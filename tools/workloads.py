@@ -16,6 +16,7 @@ from dtp.workload import NORM_EPSILON, Activation, Mode, TransportKind, Workload
 
 if TYPE_CHECKING:
     from dtp.reference.digits import DigitModel
+    from dtp.reference.fbt import LayerRun
 
 MINILM_EXTRACT = Path(dtp.__file__).parent / "data" / "minilm_extract.safetensors"
 EXTRACT_LAYERS = (1, 4)
@@ -270,26 +271,37 @@ def digits_workload(
         reason = "the commutator's hidden state" if commutator else "transports, which pair neighbouring heads"
         raise must("digits", "images", f"one image number with {reason}", list(images))
     fields: dict[str, Any] = {}
-    if run.transport is not None:
-        factors = ("connection_a", "connection_b", "torsion_l", "torsion_r")
-        fields |= {name: getattr(run.transport, name).flatten(0, 1) for name in factors}
-        fields |= {"transport": run.transport.kind, "torsion_gate": run.transport.gate}
     if commutator:
         fields |= layer_weights(cast(FbtBlock, classifier.blocks[layer])) | {"hidden": run.hidden[0]}
         fields["activation"] = Activation.GELU
     named = "" if chosen is DigitModel.PLAIN else f", model {chosen}"
-    seen = run.tensors
+    source = f"digits: layer {layer}, images {', '.join(str(image) for image in images)}{named}"
+    return layer_workload(run, classifier.config.temperature, source=source, **fields)
+
+
+def layer_workload(run: LayerRun, temperature: float, places: slice = slice(None), **fields: Any) -> Workload:
+    """What a layer of a digit classifier reads, Riemannian.
+
+    Parameters
+    ----------
+    places : of the images that ``run`` holds; their heads are stacked
+    fields : anything else that the workload gets
+    """
+    seen, transport = run.tensors, run.transport
+    if transport is not None:
+        factors = ("connection_a", "connection_b", "torsion_l", "torsion_r")
+        fields |= {name: getattr(transport, name)[places].flatten(0, 1) for name in factors}
+        fields |= {"transport": transport.kind, "torsion_gate": transport.gate}
     return Workload.from_tensors(
         mode=Mode.RIEMANNIAN,
         causal=False,
-        q=seen.q.flatten(0, 1),
-        k=seen.k.flatten(0, 1),
-        v=seen.v.flatten(0, 1),
-        frame=seen.frame.repeat(len(images), 1, 1),
-        metric_factor=seen.metric_factor.flatten(0, 1),
-        curvature=seen.curvature.flatten(0, 1),
-        temperature=classifier.config.temperature,
-        source=f"digits: layer {layer}, images {', '.join(str(image) for image in images)}{named}",
+        q=seen.q[places].flatten(0, 1),
+        k=seen.k[places].flatten(0, 1),
+        v=seen.v[places].flatten(0, 1),
+        frame=seen.frame.repeat(len(seen.q[places]), 1, 1),
+        metric_factor=seen.metric_factor[places].flatten(0, 1),
+        curvature=seen.curvature[places].flatten(0, 1),
+        temperature=temperature,
         **fields,
     )
 

@@ -4,6 +4,8 @@
     result = run_stream(Path("top.v"), job)                # cocotb on Verilator
     result = run_stream(component, job)                    # Amaranth's simulator
     result = run_stream(Path("top.v"), job, Backend.BARE)  # plain C++ loop, for its speed
+
+:mod:`sim.bench.channels` does the same for designs with several streams.
 """
 
 from __future__ import annotations

@@ -186,11 +186,18 @@ def holonomy(config: Config) -> Case:
 
 
 def pruner(config: Config) -> Case:
-    """Heads of every kind, one of the largest size; every third one has too few scores or too many."""
+    """Heads of every kind, some of the largest size; every third one has too few scores or too many.
+
+    In the last one a score is the threshold itself.
+    """
     params, random = pruner_params(config), np.random.default_rng(31)
     told = [pruning.command(params, random) for _ in range(8)]
     told[1] = replace(told[1], last_block=params.max_blocks - 1, last_valid=params.max_blocks - 1, gate=1, budget=3)
     heads = [pruning.head(params, random, command, wrong=n % 3 == 2) for n, command in enumerate(told)]
+    told.append(replace(told[1], gate=0, fresh=True, source=2, band=0))
+    exact = pruning.head(params, random, told[-1])
+    theta = sorted(exact.table or ())[params.max_blocks**2 // 2]
+    heads.append(replace(exact, command=replace(told[-1], theta_low=theta, theta_high=theta)))
     golden = pruning.golden(params, heads)
     command, table, mask, report = (
         packed((config, Unit.PRUNER), f"{name}_tdata")

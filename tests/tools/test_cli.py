@@ -23,7 +23,10 @@ from dtp.errors import DtpError
 from dtp.units import Unit
 from dtp.workload import Workload
 from tools import cli, verbs
+from tools.demo import GatedCase, GatedDemo
 from tools.fpga import FpgaReport, Resources
+from tools.gated import GatedCosimResult, GatePolicy, simulate_gated
+from tools.gated_accuracy import GatedAccuracy
 from tools.hardware_accuracy import HardwareAccuracy
 from tools.workloads import random_workload
 
@@ -545,6 +548,26 @@ def fake_report(config_hash: str) -> FpgaReport:
     )
 
 
+def fields_of(model: Any) -> dict[str, Any]:
+    return {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+
+
+def fake_rtl(model: verbs.SimulateResult, differences: tuple[str, ...]) -> dict[str, Any]:
+    """What a simulator adds to a model's figures."""
+    return {
+        "bit_exact": not differences,
+        "outputs_compared": 128,
+        "cycles_rtl": model.cycles_model,
+        "cycles_equal": True,
+        "differences": differences,
+        "stall_probability": 0.0,
+        "seed": 0,
+        "sim_cycles": 300,
+        "sim_cycles_per_s": 1e5,
+        "waves": None,
+    }
+
+
 @pytest.fixture
 def demo_parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A demo on ``tiny`` with one small workload; what each part answers can be changed in the returned dict."""
@@ -554,31 +577,28 @@ def demo_parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     made = random_workload(tokens=16, width=8, heads=1, mode="dot", kept=1.0, causal=False, seed=2, block=None)
     parts: dict[str, Any] = {
         "differences": (),
+        "gated_differences": (),
         "accuracy": HardwareAccuracy("tiny", 100, 899, 0.98, 0.97, 1, True, 1.0),
+        "gated": GatedAccuracy("tiny", 0.75, 32, (99, 101), 100, 899, 0.76, (0.77, 0.75), 0.93, 0.92, 0.91, 4, 1.0),
         "report": fake_report(TINY.hash),
         "torch": True,
     }
 
     def cosim(config: Config, workload: Workload, **_: Any) -> verbs.CosimResult:
         model = verbs.simulate(config, workload, reference=False)
-        fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-        return verbs.CosimResult(
-            **fields,
-            bit_exact=not parts["differences"],
-            outputs_compared=128,
-            cycles_rtl=model.cycles_model,
-            cycles_equal=True,
-            differences=parts["differences"],
-            stall_probability=0.0,
-            seed=0,
-            sim_cycles=300,
-            sim_cycles_per_s=1e5,
-            waves=None,
-        )
+        return verbs.CosimResult(**fields_of(model), **fake_rtl(model, parts["differences"]))
+
+    def gated_demo(config: Config, images: int, picture: Path, **_: Any) -> GatedDemo:
+        sizes: dict[str, Any] = {"tokens": 32, "width": 16, "heads": 2, "transport_rank": 2, "seed": 3, "block": None}
+        workload = random_workload(**sizes, mode="riemannian", kept=1.0, causal=False)
+        model = simulate_gated(config, workload, GatePolicy(kept=0.6), reference=False)
+        result = GatedCosimResult(**fields_of(model), **fake_rtl(model, parts["gated_differences"]))
+        return GatedDemo(7, 0, 99, (GatedCase("made", result), GatedCase("sent", result)), parts["gated"], picture)
 
     monkeypatch.setattr(tools.demo, "DEFAULT_PRESET", "tiny")
     monkeypatch.setattr(tools.demo, "_workloads", lambda _torch: [("small", made)])
     monkeypatch.setattr(tools.demo, "cosim", cosim)
+    monkeypatch.setattr(tools.demo, "gated_demo", gated_demo)
     monkeypatch.setattr(tools.demo, "find_spec", lambda _name: parts["torch"] or None)
     monkeypatch.setattr(tools.demo, "load_committed", lambda _name: parts["report"])
     monkeypatch.setattr(tools.demo, "fpga", lambda _config, **_: fake_report("fresh0000000"))
@@ -596,6 +616,32 @@ def test_demo_passes_and_writes_every_key(run: Run, demo_parts: dict[str, Any]) 
                 "sqnr_floor_db", "lut4", "ff", "dsp", "bram", "fmax_mhz", "wall_s", "sim_cycles_per_s"):  # fmt: skip
         assert key in table
     assert table["bit_exact"] is True and table["lut4"] == 7000
+    gated = table["gated"]
+    assert (gated["image"], gated["layer"], gated["theta"]) == (7, 0, 99)
+    assert gated["accuracy"]["gated_accuracy"] == 0.91 and gated["picture"] == "build/gated.svg"
+    for case in gated["cases"]:
+        result = case["result"]
+        assert 0 < result["kept_fraction"] < 1 and result["output_error"] > 0
+        assert result["cycles_ratio"] == result["cycles_rtl"] / result["cycles_dense"]
+
+
+def test_demo_ends_with_gated_attention(run: Run, demo_parts: dict[str, Any]) -> None:
+    out = run("demo")[1]
+    shown = " ".join(out[out.index("Gated attention") :].split())
+    for words in ("image 7, layer 0", "blocks kept", "cycles of dense attention", "output error",
+                  "91.00 % at 76.00 % of the blocks", "92.00 %, the same arithmetic; 93.00 % in float",
+                  "100 of 899 held out; answers that differ: 4", "99, 101 ÷ 16384",
+                  "75.00 % of 32 training images", "kept blocks: build/gated.svg"):  # fmt: skip
+        assert words in shown, words
+
+
+def test_demo_fails_with_a_difference_behind_the_gate(run: Run, demo_parts: dict[str, Any]) -> None:
+    demo_parts["gated_differences"] = ("register kept: count is 3 in RTL, 4 in golden",)
+    status, out, _ = run("demo", "--json", "d.json")
+    assert status == 1 and "FAIL" in out.splitlines()[-1]
+    assert "gated, made: register kept: count is 3 in RTL, 4 in golden" in out
+    table = json.loads(Path("d.json").read_text())
+    assert table["passed"] is False and table["bit_exact"] is False
 
 
 def test_demo_fails_with_one_difference(run: Run, demo_parts: dict[str, Any]) -> None:
@@ -617,9 +663,11 @@ def test_demo_says_what_is_stale_or_missing(run: Run, demo_parts: dict[str, Any]
     assert "fresh0000000" in run("demo", "--fpga")[1]
     demo_parts["report"] = None
     demo_parts["torch"] = False
-    status, out, _ = run("demo")
+    status, out, _ = run("demo", "--json", "d.json")
     assert status == 0
     assert "no committed report of tiny" in out and "pip install torch==" in out
+    assert "gated attention are left out" in out and "Gated attention:" not in out
+    assert json.loads(Path("d.json").read_text())["gated"] is None
 
 
 # ---- digits with the processor's arithmetic ----------------------------------------------------------------
