@@ -294,6 +294,25 @@ def test_runs_and_plain_jobs_in_turn_and_every_cycle() -> None:
     assert cycles.tolist() == predict_gated(TINY, heads, runs).beat_cycles.tolist()
 
 
+def test_runs_of_short_heads_follow_each_other() -> None:
+    """Nothing of a run is left in the memories of the next one."""
+    settings = PrunerSettings.open(Source.HOLONOMY).changed(band=Band.MEAN, band_low=0, band_high=1000)
+    runs = [Gated.of(TINY, workload(TINY, seed, tokens=2, heads=4), settings) for seed in (22, 28)]
+    assert all(0 < gated.gate.skipped.sum() < 4 for gated in runs)
+    heads = [head for gated in runs for head in gated.heads]
+    result = drive(
+        TINY,
+        runs=[(gated.geometry.beats(TINY), START) for gated in runs],
+        jobs=[(head, START) for gated in runs for head in gated.plain],
+        accesses=settings_of(TINY, settings),
+    )
+    assert outputs_differ(TINY, heads, [golden for gated in runs for golden in gated.golden], result) == []
+    view = stream_view(TINY, result)
+    cycles = view.cycles - view.first_input_cycle
+    wanted = predict_gated(TINY, heads, [(gated.geometry.run, settings) for gated in runs]).beat_cycles
+    assert cycles.tolist() == wanted.tolist()
+
+
 def test_each_head_has_its_own_scores_of_the_run_before() -> None:
     policy = POLICY.changed(aggregation=Aggregation.MAXIMUM)
     runs = [table_run(seed, heads=2, policy=policy) for seed in (24, 25)]
