@@ -360,6 +360,8 @@ def quantise_geometry(config: Config, workload: Workload, source: Source, *, see
     columns = columns[:, :tokens]
     heads, _, width, k = columns.shape
     flat = quantise_solve(config, MiddleMode.CAYLEY, columns.reshape(-1, width, k))
+    if workload.probe is not None and workload.probe.shape[1] != 1:
+        raise must("Workload", "probe", "one a head with the unit gated", workload.probe.shape[1])
     given = workload.probes(1, seed)[:, 0].astype(np.float64)
     norms = np.sqrt((given**2).sum(axis=1, keepdims=True))
     if not (norms > 0).all():

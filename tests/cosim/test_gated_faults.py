@@ -9,10 +9,17 @@ import pytest
 
 from dtp.attention import golden
 from dtp.config import Config
-from dtp.gated import GeometryError, RowError, holonomy_scores, quantise_geometry
+from dtp.gated import (
+    GatedParams,
+    GeometryError,
+    GoldenGate,
+    RowError,
+    holonomy_scores,
+    quantise_geometry,
+)
 from dtp.job import StatusRecord, output_beats, status_beats
-from dtp.pruner import PrunerError, PrunerSettings, Source
-from dtp.registers import Response
+from dtp.pruner import Aggregation, Band, PrunerError, PrunerSettings, Source
+from dtp.registers import Response, gated_registers
 from sim.cycles.gated import predict_gated
 from tests.gated import (
     START,
@@ -80,6 +87,21 @@ def test_after_a_refused_run_jobs_keep_every_block_until_it_is_cleared(
     assert kept["count"] == after.gate.kept
 
 
+def test_jobs_wait_for_a_run_that_is_inside_although_one_before_it_was_refused() -> None:
+    """The only row of the second head is waited for in the cycles in which it goes through the queue."""
+    made = workload(TINY, 17, tokens=8, heads=2)
+    settings = PrunerSettings.open(Source.HOLONOMY).changed(band=Band.MEAN, band_low=65535, band_high=65535)
+    gated = Gated.of(TINY, made, settings)
+    assert gated.gate.skipped.all()
+    result = drive(
+        TINY,
+        runs=[(spoiled(gated, 0, 0), START), (gated.geometry.beats(TINY), START + 400)],
+        jobs=[(head, START + 450) for head in gated.plain],
+        accesses=settings_of(TINY, settings),
+    )
+    assert outputs_differ(TINY, gated.heads, gated.golden, result) == []
+
+
 @pytest.mark.parametrize(("cut", "code"), [(0, GeometryError.CUT), (12, GeometryError.EARLY_LAST)])
 def test_a_run_that_ends_early(cut: int, code: GeometryError) -> None:
     """In the descriptor it is refused; later, missing scores are taken as 0."""
@@ -103,6 +125,35 @@ def test_a_run_that_ends_early(cut: int, code: GeometryError) -> None:
         heads, results = [*heads, after.heads[0]], [*results, after.golden[0]]
     assert outputs_differ(TINY, heads, results, result) == []
     assert registers_read(TINY, accesses, result)[0]["geometry"] == code
+
+
+def test_a_run_that_ends_in_the_factors() -> None:
+    """Missing factors of the last pass, those of the first head, are taken as 0."""
+    made = workload(TINY, 18, tokens=20, heads=2)
+    settings = PrunerSettings.open(Source.HOLONOMY)
+    whole = quantise_geometry(TINY, made, Source.HOLONOMY)
+    assert whole.factors is not None
+    missing, words = 12, whole.run.words * GatedParams(TINY).factor_beats
+    factors = whole.factors.copy()
+    factors[0, -missing:] = 0
+    scores = np.stack([holonomy_scores(TINY, g)[0] for g in (whole, replace(whole, factors=factors))])
+    low = int(np.median(scores))
+    settings = settings.changed(theta_low=low, theta_high=low)
+    gated = Gated.of(TINY, made, settings)
+    cut = GoldenGate(TINY).run(replace(whole, factors=factors), settings)
+    masks = np.stack([gated.gate.masks[0], cut.masks[1]])
+    assert (masks != gated.gate.masks).any()
+    seen = Gated.over(TINY, whole, settings, replace(gated.gate, masks=masks), gated.plain)
+    accesses = [*settings_of(TINY, settings), *read("error", "status", cycle=LATE)]
+    result = drive(
+        TINY,
+        runs=[(whole.beats(TINY)[: -missing * words], START)],
+        jobs=[(head, START) for head in gated.plain],
+        accesses=accesses,
+    )
+    assert outputs_differ(TINY, seen.heads, seen.golden, result) == []
+    error, status = registers_read(TINY, accesses, result)
+    assert error["geometry"] == GeometryError.EARLY_LAST and not status["busy"]
 
 
 def test_a_run_that_ends_late() -> None:
@@ -139,6 +190,26 @@ def test_rows_of_another_size_than_the_job(run_tokens: int, code: RowError) -> N
     assert outputs_differ(TINY, [seen.heads[0], after.heads[0]], [seen.golden[0], after.golden[0]], result) == []
     error = registers_read(TINY, accesses, result)[0]
     assert error["rows"] == code and error["geometry"] == error["pruner"] == 0
+
+
+def test_the_first_errors_stay_and_clear_forgets_errors_and_counts() -> None:
+    short, long, after = table_run(19, tokens=20), table_run(20, tokens=40), table_run(21)
+    sized = table_run(19, tokens=32)
+    early, late = short.geometry.beats(TINY)[:-1], long.geometry.beats(TINY)
+    late = np.concatenate([late, late[:1]])
+    accesses = [
+        *settings_of(TINY, POLICY),
+        *read("error", cycle=LATE),
+        Access(register(TINY, "control"), LATE + 20, 1),
+        *read("error", "kept", "legal", "heads", cycle=2 * LATE),
+    ]
+    jobs = [*((sized.plain[0], START) for _ in range(2)), (after.plain[0], LATE + 100)]
+    runs = [(early, START), (late, START), (after.geometry.beats(TINY), LATE + 100)]
+    result = drive(TINY, runs=runs, jobs=jobs, accesses=accesses)
+    error, cleared, kept, legal, heads = registers_read(TINY, accesses, result)
+    assert (error["geometry"], error["rows"]) == (GeometryError.EARLY_LAST, RowError.SHORT)
+    assert not any(cleared.values())
+    assert (kept["count"], legal["count"], heads["count"]) == (after.gate.kept, after.gate.legal, 1)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +292,86 @@ def test_runs_and_plain_jobs_in_turn_and_every_cycle() -> None:
     view = stream_view(TINY, result)
     cycles = view.cycles - view.first_input_cycle
     assert cycles.tolist() == predict_gated(TINY, heads, runs).beat_cycles.tolist()
+
+
+def test_runs_of_short_heads_follow_each_other() -> None:
+    """Nothing of a run is left in the memories of the next one."""
+    settings = PrunerSettings.open(Source.HOLONOMY).changed(band=Band.MEAN, band_low=0, band_high=1000)
+    runs = [Gated.of(TINY, workload(TINY, seed, tokens=2, heads=4), settings) for seed in (22, 28)]
+    assert all(0 < gated.gate.skipped.sum() < 4 for gated in runs)
+    heads = [head for gated in runs for head in gated.heads]
+    result = drive(
+        TINY,
+        runs=[(gated.geometry.beats(TINY), START) for gated in runs],
+        jobs=[(head, START) for gated in runs for head in gated.plain],
+        accesses=settings_of(TINY, settings),
+    )
+    assert outputs_differ(TINY, heads, [golden for gated in runs for golden in gated.golden], result) == []
+    view = stream_view(TINY, result)
+    cycles = view.cycles - view.first_input_cycle
+    wanted = predict_gated(TINY, heads, [(gated.geometry.run, settings) for gated in runs]).beat_cycles
+    assert cycles.tolist() == wanted.tolist()
+
+
+def test_each_head_has_its_own_scores_of_the_run_before() -> None:
+    policy = POLICY.changed(aggregation=Aggregation.MAXIMUM)
+    runs = [table_run(seed, heads=2, policy=policy) for seed in (24, 25)]
+    gate = GoldenGate(TINY)
+    gates = [gate.run(gated.geometry, policy, number=number) for number, gated in enumerate(runs)]
+    seen = [Gated.over(TINY, r.geometry, policy, g, r.plain) for r, g in zip(runs, gates, strict=True)]
+    scores = gated_registers(TINY)
+    accesses = [
+        *settings_of(TINY, policy),
+        Access(register(TINY, "scores"), LATE, scores.encode("scores", weight=0, fresh=0, maximum=1, step=64)),
+    ]
+    result = drive(
+        TINY,
+        runs=[(gated.geometry.beats(TINY), cycle) for gated, cycle in zip(runs, (START, LATE + 50), strict=True)],
+        jobs=[(head, START) for gated in runs for head in gated.plain],
+        accesses=accesses,
+    )
+    heads = [head for gated in seen for head in gated.heads]
+    assert outputs_differ(TINY, heads, [golden for gated in seen for golden in gated.golden], result) == []
+
+
+def test_saturations_are_those_of_states_that_count() -> None:
+    """Probes with every lane at a limit; what the engine works on in the first and last pass for nothing is 0."""
+    geometry = quantise_geometry(TINY, workload(TINY, 26, tokens=9, heads=3), Source.HOLONOMY)
+    assert geometry.probes is not None
+    geometry = replace(geometry, probes=np.where(geometry.probes < 0, -(1 << 15), (1 << 15) - 1))
+    settings = PrunerSettings.open(Source.HOLONOMY)
+    gate = GoldenGate(TINY).run(geometry, settings)
+    assert gate.saturations > 0
+    accesses = [*settings_of(TINY, settings), *read("saturations", "error", cycle=LATE)]
+    plain = Gated.of(TINY, workload(TINY, 26, tokens=9, heads=3), settings).plain
+    result = drive(
+        TINY, runs=[(geometry.beats(TINY), START)], jobs=[(head, START) for head in plain], accesses=accesses
+    )
+    saturations, error = registers_read(TINY, accesses, result)
+    assert saturations["count"] == gate.saturations
+    assert error["transport"] == gate.transport_error and error["saturated"] == gate.field_saturated
+
+
+def test_a_run_waits_while_256_rows_are_untaken() -> None:
+    """Three runs of 128 rows without a job start, the fourth when jobs have taken rows."""
+    big = table_run(27, tokens=64, heads=16)
+    refused = table_run(27, tokens=8).plain[0].beats(TINY).copy()
+    refused.reshape(-1)[0] = 0
+    accesses = [
+        *settings_of(TINY, POLICY),
+        *read("heads", "status", cycle=LATE),
+        *read("heads", "status", cycle=2 * LATE),
+    ]
+    result = drive(
+        TINY,
+        runs=[(big.geometry.beats(TINY), START)] * 4,
+        aborted_jobs=[(refused, LATE + 100)] * 64,
+        accesses=accesses,
+        beats=64 * status_beats(TINY),
+    )
+    heads, status, after, idle = registers_read(TINY, accesses, result)
+    assert heads["count"] == 48 and status == {"busy": 0, "rows": 1, "failed": 0}
+    assert after["count"] == 64 and idle == {"busy": 0, "rows": 0, "failed": 0}
 
 
 def test_a_refused_job_takes_its_rows_with_it() -> None:

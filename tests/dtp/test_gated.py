@@ -196,6 +196,9 @@ def test_sizes_that_a_run_cannot_hold() -> None:
     long = workload(ECP5, 11, tokens=257, heads=1, transport_rank=0, width=16)
     with pytest.raises(DtpError, match=r"^Workload\.valid_length must be at most 256 with the unit gated, not 257$"):
         quantise_geometry(ECP5, long, Source.TABLE)
+    two = replace(workload(TINY, 11, tokens=8, heads=2), probe=np.ones((2, 2, 16), dtype=np.float32))
+    with pytest.raises(DtpError, match=r"^Workload\.probe must be one a head with the unit gated, not 2$"):
+        quantise_geometry(TINY, two, Source.HOLONOMY)
     one_byte = TINY.changed(name="bytes", input_bytes=1)
     with pytest.raises(DtpError, match=r"^Config\.input_bytes must be at least 2 with the unit gated, not 1$"):
         GatedParams(one_byte).check()
