@@ -380,7 +380,7 @@ def _loop_errors(
             rest = float(np.concatenate(inside).max())
             figures[f"int{bits}"] |= {"worst_in_range": rest, "programs_out_of_range": len(programs) - len(inside)}
             notes.append(
-                f"int{bits}: the engine says out of range in {len(programs) - len(inside)} of {len(programs)} programs; "
+                f"int{bits}: {len(programs) - len(inside)} of {len(programs)} programs leave the engine's range; "
                 f"worst error of the others {100 * rest:.3f} %"
             )
     head = ("loops", f"energies ≥ {LEAST_ENERGY:g}", "energies", "median error", "99 of 100 below", "worst error")
