@@ -31,6 +31,7 @@ from rtl.commutator import CommutatorUnit
 from rtl.gated import GatedTop
 from rtl.holonomy import HolonomyField
 from rtl.lib.multiplier import Target
+from rtl.lib.streams import BlockQueue
 from rtl.operands import WriteLayout
 from rtl.pruner import Pruner
 from rtl.transport import Transport
@@ -242,10 +243,12 @@ def _pruner(config: Config) -> dict[str, Any]:
 def _gated(config: Config) -> dict[str, Any]:
     p = GatedParams(config)
     sizes = _named(p, "max_tokens max_blocks max_words descriptor_beats factor_beats probe_beats")
+    tile = _attention(config)
+    rows = {"row_queue_cycles": BlockQueue.LATENCY}
     return {
-        "descriptor_version": DESCRIPTOR_VERSION,
+        "descriptor_version": tile["descriptor_version"],
         "run_version": RUN_VERSION,
-        "parameters": sizes | {"max_heads": MAX_HEADS, "row_queue": ROW_QUEUE},
+        **_about(sizes | {"max_heads": MAX_HEADS, "row_queue": ROW_QUEUE}, tile["latencies"] | rows),
     }
 
 
