@@ -381,12 +381,7 @@ def _loop_errors(
             figures[f"int{bits}"] |= {"worst_in_range": rest, "programs_out_of_range": len(programs) - len(inside)}
             outside = f"{len(programs) - len(inside)} of {len(programs)} programs"
             notes.append(
-<<<<<<< HEAD
-                f"int{bits}: {len(programs) - len(inside)} of {len(programs)} programs leave the engine's range; "
-                f"worst error of the others {100 * rest:.3f} %"
-=======
                 f"int{bits}: the engine says out of range in {outside}; worst error of the others {100 * rest:.3f} %"
->>>>>>> bench3
             )
     head = ("loops", f"energies ≥ {LEAST_ENERGY:g}", "energies", "median error", "99 of 100 below", "worst error")
     return Measured(
