@@ -366,7 +366,7 @@ def quantise_geometry(config: Config, workload: Workload, source: Source, *, see
     norms = np.sqrt((given**2).sum(axis=1, keepdims=True))
     if not (norms > 0).all():
         raise must("Workload", "probe", "other than 0 in every head", 0)
-    probes, _ = quantise_state(given / norms)
+    probes, _ = quantise_state(given / norms, headroom_bits=flat.headroom_bits)
     energy = int(np.rint((probes**2).sum(axis=1).mean()))
     job = _field_job(params, flat, tokens, run.words, energy)
     run = replace(
@@ -546,4 +546,3 @@ def threshold_for(scores: ArrayLike, legal: ArrayLike, kept: float) -> int:
     if wanted >= len(ranked):
         return (1 << 16) - 1
     return int(ranked[wanted - 1])
-

@@ -32,6 +32,8 @@ UNIT_PAIRS: Final = MAX_COLUMNS // 2
 """Pairs of columns, one weight each."""
 PIVOT_FLOOR_BITS: Final = 14
 """A block's determinant (a fraction of 2^30) below ``2^PIVOT_FLOOR_BITS`` is a pivot error."""
+LEAST_UNIT: Final = 1 << (2 * PRODUCT_SHIFT - REGISTER_BITS + 1)
+"""A smaller ``unit`` can make an inverse of a pivot that leaves its words."""
 FRACTION_BITS: Final = 15
 """Bits behind a determinant's leading one that the reciprocal looks at."""
 _HALF_BITS: Final = FRACTION_BITS - TABLE_BITS
@@ -328,8 +330,7 @@ class _Builder:
         elif d is None:
             d, self._next = self._next, self._next + 1
         values: dict[str, int | bool] = {
-            name: bool(value) if name in ("subtract", "negative") else value
-            for name, value in fields.items()
+            name: bool(value) if name in ("subtract", "negative") else value for name, value in fields.items()
         }
         self.operations.append(Operation(kind, d=d, **values))  # type: ignore[arg-type]
         return d
@@ -338,9 +339,7 @@ class _Builder:
         self, a0: int, b0: int, a1: int = ZERO, b1: int = ZERO, *, c: int = ZERO, negative: bool = False,
         output: int | None = None,
     ) -> int:  # fmt: skip
-        return self.add(
-            OperationKind.MULTIPLY, a0=a0, b0=b0, a1=a1, b1=b1, c=c, negative=negative, output=output
-        )
+        return self.add(OperationKind.MULTIPLY, a0=a0, b0=b0, a1=a1, b1=b1, c=c, negative=negative, output=output)
 
 
 def _solve_operations(size: int) -> list[Operation]:
@@ -450,8 +449,7 @@ def _schedule(operations: list[Operation]) -> tuple[Operation, ...]:
         ready = [
             n
             for n in range(len(operations))
-            if n not in issued
-            and all(b in issued and issued[b] + RESULT_SLOTS <= len(slots) for b in needs[n])
+            if n not in issued and all(b in issued and issued[b] + RESULT_SLOTS <= len(slots) for b in needs[n])
         ]
         if ready:
             best = max(ready, key=lambda n: (chain[n], -n))

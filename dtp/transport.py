@@ -22,6 +22,7 @@ from dtp.fixed import Int, bits_for_magnitude, overflows, round_shift, saturate,
 from dtp.solve import (
     CONSTANTS,
     GRAM_PAIRS,
+    LEAST_UNIT,
     MAX_COLUMNS,
     PRODUCT_SHIFT,
     RESULT_SLOTS,
@@ -49,6 +50,9 @@ DESCRIPTOR_BYTES: Final = 32
 STATUS_BYTES: Final = 8
 MAX_TOKENS: Final = 1 << 16
 _SHIFT_MAX: Final = 31
+_MAX_HEADROOM: Final = 4
+_PARALLEL: Final = 1e-7
+"""Area of a pair of columns, over the sum of their squares, below which they count as parallel."""
 
 
 @dataclass(frozen=True)
@@ -497,6 +501,26 @@ def connection_columns(
     return np.concatenate([v, torsion], axis=-1), weights + more
 
 
+def balanced_pairs(v: ArrayLike) -> Real:
+    """Columns (…, d, k) with the same V J Vᵀ, in which the two of a pair are orthogonal and of one length.
+
+    Pair (b, a) with Gram matrix g becomes (b, a)·S, S = det(g)^¼ · g^−½, so det S = 1 and S J Sᵀ = J. No other S makes
+    the pair shorter, so the numbers to be rounded and the Gram entries are the smallest for the transport. Pairs that
+    are parallel to 1e-7 make no transport and become 0.
+    """
+    real = np.asarray(v, dtype=np.float64)
+    pairs = real.reshape(*real.shape[:-1], real.shape[-1] // 2, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    p, r, q = (x.sum(axis=-2) for x in (first * first, second * second, first * second))
+    trace, root = p + r, np.sqrt(np.maximum(p * r - q * q, 0.0))
+    there = root > _PARALLEL * trace
+    safe = np.where(there, root, 1.0)
+    gain = np.where(there, 1 / np.sqrt(safe * (np.where(there, trace, 0.0) + 2 * safe)), 0.0)
+    turned = [first * (r + root)[..., None, :] - second * q[..., None, :]]
+    turned.append(second * (p + root)[..., None, :] - first * q[..., None, :])
+    return np.asarray(np.stack([gain[..., None, :] * x for x in turned], axis=-1).reshape(real.shape))
+
+
 # ---- quantisation ------------------------------------------------------------------------------------------------
 
 
@@ -515,7 +539,10 @@ def quantise_state(x: ArrayLike, *, headroom_bits: int = 0) -> tuple[Int, float]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuantisedFactors:
-    """Integers of the factors, the real value of one unit of each, and the numbers of the job."""
+    """Integers of the factors, the real value of one unit of each, and the numbers of the job.
+
+    ``headroom_bits``: what states have to leave free, see :func:`quantise_state`.
+    """
 
     v: Int
     w: Int | None = None
@@ -525,6 +552,7 @@ class QuantisedFactors:
     gram_shift: int = 0
     unit: int = 0
     weights: tuple[int, ...] = ()
+    headroom_bits: int = 0
 
     def job(
         self,
@@ -557,14 +585,14 @@ class QuantisedFactors:
         )
 
 
-def quantise_solve(
-    config: Config, mode: MiddleMode, v: ArrayLike, *, state_norm: float = float(1 << (STATE_BITS - 1))
-) -> QuantisedFactors:
+def quantise_solve(config: Config, mode: MiddleMode, v: ArrayLike) -> QuantisedFactors:
     """Factors (n, width, k) of a Woodbury or Cayley transport, real, in integers with exact scales.
 
-    ``unit`` is as large as the largest entry of G, doubled for the elimination, and the largest projection of a state
-    of norm ``state_norm`` leave room for, and at most 2^16; the scale of V is a hair larger than its largest number
-    asks for, so that the power of two between VᵀV and unit is exact.
+    Pairs of a Cayley transport are balanced first (:func:`balanced_pairs`). ``unit`` is as large as the largest entry
+    of G, doubled for the elimination, and the largest projection of a state leave room for, and at most 2^16; the scale
+    of V is a hair larger than its largest number asks for, so that the power of two between VᵀV and unit is exact.
+    For columns much longer than 1 that can leave a ``unit`` too small for the inverse of a pivot; then states have
+    headroom, or the scale is up to √2 larger, where that helps.
 
     Raises
     ------
@@ -575,16 +603,30 @@ def quantise_solve(
     real = np.asarray(v, dtype=np.float64)
     if real.ndim != 3 or real.shape[2] > min(MAX_COLUMNS, config.transport_columns):
         raise must("quantise_solve", "v", f"of shape (n, width, k <= {config.transport_columns})", real.shape)
+    if mode is MiddleMode.CAYLEY:
+        if real.shape[2] % 2:
+            raise must("quantise_solve", "v", "of pairs of columns in mode cayley", real.shape)
+        real = balanced_pairs(real)
+    choices = ((wide, headroom) for wide in (False, True) for headroom in range(_MAX_HEADROOM + 1))
+    found = [_solve_factors(config, mode, real, *choice) for choice in choices]
+    return next((factors for factors in found if factors.unit >= LEAST_UNIT), found[0])
+
+
+def _solve_factors(config: Config, mode: MiddleMode, real: Real, wide: bool, headroom_bits: int) -> QuantisedFactors:
+    """``wide``: the scale of V is so much larger that ``unit`` is as large as G leaves room for."""
     params = TransportParams(config)
     half = 0.5 if mode is MiddleMode.CAYLEY else 1.0
     largest = float(np.abs(real).max(initial=0.0)) or 1.0
     diagonal = 1 + half * float((real**2).sum(axis=1).max(initial=0.0))
     limit = min(1 << 16, int((1 << (REGISTER_BITS - 2)) / diagonal))
     smallest = largest / ((1 << (config.factor_bits - 1)) - 1)
+    if wide:
+        smallest = math.sqrt(2.0 ** math.ceil(math.log2(half * smallest**2 * max(limit, 1))) / (half * max(limit, 1)))
+        smallest *= 1 + 1e-9
     # half · s² · unit = 2^power; a projection is shifted by room − power.
     power = math.floor(math.log2(half * smallest**2 * max(limit, 1)))
     room = PRODUCT_SHIFT - params.expand_shift - (1 if mode is MiddleMode.CAYLEY else 0)
-    norm = float(np.sqrt((real**2).sum(axis=1)).max(initial=0.0)) / smallest * state_norm
+    norm = float(np.sqrt((real**2).sum(axis=1)).max(initial=0.0)) / smallest * 2.0 ** (STATE_BITS - 1 - headroom_bits)
     power = min(power, room - math.ceil(math.log2(max(1.0, norm) / ((1 << (REGISTER_BITS - 1)) - 1))))
     unit = math.floor(2.0**power / (half * smallest**2))
     v_scale = math.sqrt(2.0**power / (half * max(unit, 1)))
@@ -600,6 +642,7 @@ def quantise_solve(
         project_shift=project_shift,
         gram_shift=gram_shift,
         unit=unit,
+        headroom_bits=headroom_bits,
     )
 
 
@@ -671,9 +714,7 @@ def pack_job(
     job.check(config)
     flags = sum(
         bit << n
-        for n, bit in enumerate(
-            (job.plain, job.transposed, job.separate, job.identity, job.base, job.groups == 2)
-        )
+        for n, bit in enumerate((job.plain, job.transposed, job.separate, job.identity, job.base, job.groups == 2))
     )
     descriptor = struct.pack(
         "<HBBHHBBHi4i", JOB_MAGIC, job.mode, flags, job.tokens - 1, job.words - 1, job.project_shift, job.gram_shift,

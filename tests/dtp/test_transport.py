@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from dtp.config import PRESETS, Config
 from dtp.errors import DtpError
 from dtp.fixed import overflows, round_shift
-from dtp.solve import MiddleMode, TransportError
+from dtp.solve import LEAST_UNIT, MiddleMode, TransportError
 from dtp.transport import (
     QuantisedFactors,
     TransportJob,
     TransportParams,
+    balanced_pairs,
     connection_columns,
     factor_words,
     output_words,
@@ -93,6 +94,41 @@ def test_cayley(bits: int, k: int, seed: int) -> None:
     )
     direct = reference.cayley(reference.generator(torch.tensor(a), torch.tensor(b)))
     assert torch.allclose(direct, reference.cayley(_generator(v)))
+
+
+@pytest.mark.parametrize("bits", CONFIGS)
+@pytest.mark.parametrize("lengths", [(0.1, 8.0), (2.2, 2.2), (2.6, 2.6), (2.8, 2.8), (3.2, 3.2), (3.6, 3.6)])
+def test_long_columns_stay_in_range(bits: int, lengths: tuple[float, float]) -> None:
+    """Some tokens have pairs that are long, whose unlike lengths are balanced, the others hardly any."""
+    a, b = _normal(5, 2, TOKENS, WIDTH, 2)
+    a, b = (length * x / np.linalg.norm(x, axis=1, keepdims=True) for length, x in zip(lengths, (a, b), strict=True))
+    a[::2] *= 0.01
+    v, _ = connection_columns(a, b, cayley=True)
+    config = CONFIGS[bits]
+    q = quantise_solve(config, MiddleMode.CAYLEY, v)
+    assert q.unit >= LEAST_UNIT
+    x = _normal(9, TOKENS, WIDTH)
+    states, unit = quantise_state(x, headroom_bits=q.headroom_bits)
+    result = transport(config, q.job(config, MiddleMode.CAYLEY), q.v, states[:, None])
+    assert result.error is TransportError.NONE and result.saturations == 0
+    wanted = _apply(reference.cayley(_generator(v)), x)
+    assert _worst(result.outputs[:, 0] * unit, wanted) <= LINEAR_BOUND[bits]
+
+
+def test_balanced_pairs() -> None:
+    a, b = _normal(5, 2, TOKENS, WIDTH, 2)
+    b[3] = 2 * a[3]
+    a[4] = 0
+    v, _ = connection_columns(7 * a, b, cayley=True)
+    balanced = balanced_pairs(v)
+    assert torch.allclose(_generator(balanced), _generator(v), atol=1e-9)
+    first, second = balanced[..., 0::2], balanced[..., 1::2]
+    lengths = [np.linalg.norm(x, axis=1) for x in (first, second)]
+    assert np.allclose(lengths[0], lengths[1]) and np.abs((first * second).sum(axis=1)).max() < 1e-12
+    assert not balanced[3:5].any() and (lengths[0][5:] > 0).all()
+    # No pair is longer than it was, and one that is balanced stays.
+    assert (lengths[0] ** 2 + lengths[1] ** 2 <= ((7 * a) ** 2 + b**2).sum(axis=1) + 1e-12).all()
+    assert np.allclose(balanced_pairs(balanced), balanced)
 
 
 @pytest.mark.parametrize("gate", [0.7, GATE])
@@ -366,6 +402,8 @@ def test_refused_tensors() -> None:
         transport_passes(config, JOB, v, x, [1, 1])
     with pytest.raises(DtpError, match=r"^quantise_solve\.v must be of shape \(n, width, k <= 8\), not \(1, 4, 10\)"):
         quantise_solve(config, MiddleMode.CAYLEY, np.zeros((1, 4, 10)))
+    with pytest.raises(DtpError, match=r"^quantise_solve\.v must be of pairs of columns in mode cayley, not \(1, 4, 3\)"):
+        quantise_solve(config, MiddleMode.CAYLEY, np.zeros((1, 4, 3)))
     with pytest.raises(DtpError, match=r"^quantise_solve\.mode must be woodbury or cayley, not 'SCALE'"):
         quantise_solve(config, MiddleMode.SCALE, v)
     with pytest.raises(DtpError, match=r"^quantise_linear\.weights must be small enough for a weight in"):

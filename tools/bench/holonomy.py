@@ -316,10 +316,10 @@ def holonomy_loops(bench: Bench, cases: Sequence[Case]) -> Measured:
             _, tokens, width, k = columns.shape
             real = workload.probes(1, case.seed)[:, 0].astype(np.float64)
             real /= np.sqrt((real**2).sum(axis=1, keepdims=True))
-            probes, _ = quantise_state(real)
             for bits in FACTOR_BITS:
                 config = case.config.changed(factor_bits=bits)
                 factors = quantise_solve(config, MiddleMode.CAYLEY, columns.reshape(-1, width, k))
+                probes, _ = quantise_state(real, headroom_bits=factors.headroom_bits)
                 engine = engine_of(config, factors, tokens, MiddleMode.CAYLEY)
                 extent = _extent(config, workload)
                 for name, (kind, convention) in PROGRAMS.items():
