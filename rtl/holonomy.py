@@ -64,7 +64,8 @@ class HolonomyField(wiring.Component):
 
     Arithmetic: :func:`dtp.holonomy.block_sums` and :func:`dtp.holonomy.block_scores`, bit for bit. Throughput: a word
     of u_t takes ``params.word_steps`` cycles; a score ``words · word_steps`` cycles of the multipliers, which words
-    have before it, and about ``params.product_cycles + 4`` more in which words go on.
+    have before it, and about ``params.product_cycles + 4`` more in which words go on. The table is symmetric: a score
+    below the diagonal is a copy of the one above it and takes two cycles and no product.
     :class:`sim.cycles.holonomy.FieldModel` states every cycle.
 
     Stalls: the next score is made when the last one has been taken. Sums have two slots: a head streams in while the
@@ -124,11 +125,13 @@ class HolonomyField(wiring.Component):
         word_bits = p.multipliers * p.sum_bits
         sums = [BlockMemory(m, f"sums_{name}", word_bits, depth, target=self._target) for name in ("row", "column")]
         energies = BlockMemory(m, "energies", p.energy_bits, 2 * p.max_blocks, target=self._target)
+        mirror = BlockMemory(m, "mirror", unsigned(SCORE_BITS), p.max_blocks**2, target=self._target)
         load_address = Cat(load.step, load.block, load.slot)
         m.d.comb += [
             sums[0].address.eq(Mux(load.issue, load_address, Cat(score.step, score.row, score.slot))),
             sums[1].address.eq(Cat(score.step, score.column, score.slot)),
             energies.address.eq(Cat(Mux(score.weight[0], score.column, score.row), score.slot)),
+            mirror.address.eq(Cat(score.row, score.column)),
         ]
 
         # What is issued, and when: a last product, else a step of a word, else a step of a Gram product.
@@ -195,7 +198,7 @@ class HolonomyField(wiring.Component):
             m.d.sync += energy_address.eq(energy_address + 1)
 
         score.connect(m, self, gram, gram_line[n] & gram_last_line[n], total, energies.data, final, free)
-        self._result(m, score, final_line)
+        self._result(m, score, final_line, mirror)
         return m
 
     def _products(
@@ -256,8 +259,8 @@ class HolonomyField(wiring.Component):
             m.d.sync += total.eq(adder.o)
         return total
 
-    def _result(self, m: Module, score: _Score, final_line: list[Value]) -> None:
-        """The last products' sum, rounded and capped, on the output."""
+    def _result(self, m: Module, score: _Score, final_line: list[Value], mirror: BlockMemory) -> None:
+        """The last products' sum, rounded and capped, or a copy, on the output."""
         multiplied = 2 + LATENCY
         high, low = score.products
         total = Signal(SCALE_LIMIT_BITS + 1, reset_less=True)
@@ -268,11 +271,18 @@ class HolonomyField(wiring.Component):
             rounded.eq(total[_HALF_BITS:] + total[_HALF_BITS - 1]),
             limit.eq(score.capped | rounded[SCORE_BITS:].any()),
         ]
-        with m.If(final_line[multiplied + 1]):
-            m.d.sync += [
-                self.o.valid.eq(1),
-                self.o.payload.score.eq(Mux(limit, (1 << SCORE_BITS) - 1, rounded[:SCORE_BITS])),
-            ]
+        made = Signal(SCORE_BITS)
+        place = Signal(2 * len(score.row), reset_less=True)
+        m.d.comb += [
+            made.eq(Mux(limit, (1 << SCORE_BITS) - 1, rounded[:SCORE_BITS])),
+            mirror.write.en.eq(final_line[multiplied + 1]),
+            mirror.write.addr.eq(place),
+            mirror.write.data.eq(made),
+        ]
+        with m.If(final_line[0]):
+            m.d.sync += place.eq(Cat(score.column, score.row))
+        with m.If(final_line[multiplied + 1] | score.copy):
+            m.d.sync += [self.o.valid.eq(1), self.o.payload.score.eq(Mux(score.copy, mirror.data, made))]
         with m.Elif(self.o.ready):
             m.d.sync += self.o.valid.eq(0)
         with m.If(self.error_clear):
@@ -378,7 +388,8 @@ class _Score:
 
     Cycles from the start of a score, if nothing is waited for: two for each bit of a block's size until
     ``n_J E_I + n_I E_J`` stands (the first addition in the third cycle); then one subtracts 2 S_I · S_J; one for each
-    place of the scale; then the last product is issued, and the next score starts a cycle after.
+    place of the scale; then the last product is issued, and the next score starts a cycle after. Of a score below the
+    diagonal the second cycle is the one of the copy, if the score before has been taken.
     """
 
     def __init__(self, m: Module, params: FieldParams, load: _Load) -> None:
@@ -390,6 +401,7 @@ class _Score:
         self.step = Signal(index_bits(p.max_steps))
         self.weight = Signal(range(p.weight_steps))
         self.gram_active, self.gram_last = Signal(), Signal()
+        self.copy = Signal()
         self.capped = Signal()
         self.factor = Signal(RECIPROCAL_BITS, reset_less=True)
         self.numerator = Signal(p.numerator_bits, reset_less=True)
@@ -416,6 +428,8 @@ class _Score:
         scoring, start, weights_active = Signal(), Signal(), Signal()
         weights_done, gram_done, subtracted, pending = Signal(), Signal(), Signal(), Signal()
         row_end, head_end = Signal(), Signal()
+        done, following = Signal(), Signal()  # this score is on its way; a computed one is next
+        copied, copying, readable = Signal(), Signal(), Signal()
         shift = Signal(SHIFT_LIMIT.bit_length(), reset_less=True)
         shifted = Signal(reset_less=True)  # no place of the scale is left
         m.d.comb += [
@@ -423,8 +437,13 @@ class _Score:
             row_end.eq(self.column == Mux(constants.causal, self.row, last_block)),
             head_end.eq(row_end & (self.row == last_block)),
             final.eq(subtracted & shifted & ~pending & free),
+            self.copy.eq(readable & ~pending),
+            done.eq(final | self.copy),
+            # The next score is copied if it is below the diagonal: the first of a row, and so on.
+            copied.eq(~constants.causal & (row_end | (self.column + 1 < self.row))),
+            following.eq(load.taken | (done & ~head_end & ~copied)),
         ]
-        m.d.sync += start.eq(load.taken | (final & ~head_end))
+        m.d.sync += [start.eq(following), readable.eq(copying & ~self.copy)]
         with m.If(load.taken):
             m.d.sync += [
                 scoring.eq(1),
@@ -436,8 +455,9 @@ class _Score:
                 self.row.eq(0),
                 self.column.eq(0),
             ]
-        with m.If(final):
+        with m.If(done):
             m.d.sync += [
+                copying.eq(copied & ~head_end),
                 unit.o.payload.last.eq(row_end),
                 unit.o.payload.end.eq(head_end),
                 pending.eq(1),
@@ -455,7 +475,7 @@ class _Score:
         m.d.comb += self.gram_last.eq(self.step == last_step)
         with m.If(gram):
             m.d.sync += self.step.eq(Mux(self.gram_last, 0, self.step + 1))
-        with m.If(load.taken | (final & ~head_end)):
+        with m.If(following):
             m.d.sync += [self.gram_active.eq(1), weights_active.eq(1)]
         with m.Elif(gram & self.gram_last):
             m.d.sync += self.gram_active.eq(0)
@@ -542,7 +562,6 @@ class _Score:
             m.d.sync += [shift.eq(shift - 1), shifted.eq(shift == 1), over.eq(over | self.numerator[-1])]
         with m.If(final):
             m.d.sync += self.capped.eq(over | self.numerator[NUMERATOR_SHIFT + SCALE_LIMIT_BITS :].any())
-
 
 
 def _or(values: list[Value]) -> Value:

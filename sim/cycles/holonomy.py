@@ -29,7 +29,9 @@ class FieldTiming:
     - A score that starts in cycle s issues Gram steps from s on. Its last product is issued 1 + shift cycles after the
       later of s + 2 + ``P.weight_steps`` and ``P.product_cycles + 1`` cycles after its last Gram step; the score is
       offered ``P.result_cycles`` later; the next score of the head starts a cycle after the product's issue.
-    - A last product is not issued before the score before it has been taken in an earlier cycle.
+    - A score below the diagonal, in a job that is not causal, is a copy: one that starts in cycle s is copied in s + 1
+      and offered in the next cycle, in which the next score starts. Copies issue nothing.
+    - No last product is issued and no copy made before the score before has been taken in an earlier cycle.
 
     Parameters
     ----------
@@ -64,7 +66,7 @@ def field_timing(
         if len(value) != length:
             raise must("field_timing", name, f"of length {length}", len(value))
     field, now = FieldCycles(params), 0
-    wanted = sum(len(score_shifts(job, params)) for job in jobs)
+    wanted = sum(len(score_kinds(job, params)) for job in jobs)
     job_taken: list[int] = []
     word_taken: list[int] = []
     scores: list[int] = []
@@ -100,10 +102,10 @@ class FieldCycles:
         self._job_free = 0
         # Handing over: the cycle in which the loaded head can go, and whether one waits.
         self._waiting, self._full_from = False, 0
-        # Scoring: the head, first cycle in which the next can begin, scores left with their shifts.
+        # Scoring: the head, first cycle in which the next can begin, scores left, those of the next last.
         self._scored: FieldJob | None = None
         self._free_from = 0
-        self._shifts: list[int] = []
+        self._left: list[int | None] = []
         self._start = self._gram_left = self._gram_done = 0
         self._gram_known = False
         self._offered_from: int | None = None
@@ -122,11 +124,11 @@ class FieldCycles:
         if score_taken:
             self._offered_from, self._last_taken = None, now
         self._now += 1
-        if self._waiting and now >= self._full_from and not self._shifts and now >= self._free_from:
+        if self._waiting and now >= self._full_from and not self._left and now >= self._free_from:
             self._waiting = False
             self._scored = self._newest
             assert self._scored is not None
-            self._shifts = score_shifts(self._scored, p)[::-1]
+            self._left = score_kinds(self._scored, p)[::-1]
             self._begin(now + 1)
             # A job can be taken from the next cycle on.
             self._job_free = now + 1
@@ -134,13 +136,16 @@ class FieldCycles:
             job_taken = True
             self._newest = job
             self._steps_left, self._words_from = job.tokens * job.words * p.word_steps, now + 1
-        if self._final(now):
-            self._shifts.pop()
-            self._offered_from = now + p.result_cycles
-            if self._shifts:
+        final, copy = self._final(now), self._copy(now)
+        if final or copy:
+            self._left.pop()
+            self._offered_from = now + (1 if copy else p.result_cycles)
+            if self._left:
                 self._begin(now + 1)
             else:
                 self._free_from = now + 1
+        if final:
+            pass
         elif self._steps_left and now >= self._words_from and word_valid:
             self._steps_left -= 1
             word_taken = self._steps_left % p.word_steps == 0
@@ -155,19 +160,28 @@ class FieldCycles:
     def _begin(self, start: int) -> None:
         assert self._scored is not None
         self._start, self._gram_known = start, False
-        self._gram_left = self._scored.words * self._p.word_steps
+        self._gram_left = 0 if self._left[-1] is None else self._scored.words * self._p.word_steps
+
+    def _untaken(self, now: int) -> bool:
+        return self._offered_from is not None or now <= self._last_taken
 
     def _final(self, now: int) -> bool:
-        if not self._shifts or not self._gram_known or self._offered_from is not None:
+        if not self._left or not self._gram_known or self._untaken(now):
             return False
-        difference = max(self._start + 2 + self._p.weight_steps, self._gram_done)
-        return now >= difference + 1 + self._shifts[-1] and now > self._last_taken
+        shift = self._left[-1]
+        assert shift is not None
+        return now >= max(self._start + 2 + self._p.weight_steps, self._gram_done) + 1 + shift
+
+    def _copy(self, now: int) -> bool:
+        return bool(self._left) and self._left[-1] is None and now > self._start and not self._untaken(now)
 
 
-def score_shifts(job: FieldJob, params: FieldParams) -> list[int]:
-    """Shift of every score of a head, in order."""
+def score_kinds(job: FieldJob, params: FieldParams) -> list[int | None]:
+    """Shift of every score of a head, in order; None of one that is copied."""
     blocks = -(-job.tokens // params.block)
     last = blocks - 1
     return [
-        job.shifts[(i == last) + (j == last)] for i in range(blocks) for j in range(i + 1 if job.causal else blocks)
+        job.shifts[(i == last) + (j == last)] if job.causal or i <= j else None
+        for i in range(blocks)
+        for j in range(i + 1 if job.causal else blocks)
     ]
