@@ -21,7 +21,7 @@ from dtp.attention import HeadResult, golden, kept_blocks
 from dtp.config import Config
 from dtp.errors import must
 from dtp.fixed import Int
-from dtp.holonomy import SHIFT_LIMIT, FieldJob, FieldParams, block_scores, block_sums
+from dtp.holonomy import SHIFT_LIMIT, TURNAROUND_CYCLES, FieldJob, FieldParams, block_scores, block_sums
 from dtp.job import Field, Flag, pack_descriptor, unpack_descriptor
 from dtp.pruner import GoldenPruner, HeadCommand, PrunerError, PrunerParams, PrunerSettings, Source
 from dtp.quantise import Head
@@ -141,7 +141,8 @@ class GatedParams:
     def field(self) -> FieldParams:
         """The field: as many products as keep up with the engine."""
         engine = self.transport
-        multipliers = max(2, engine.tile_rows * engine.vectors // 2)
+        most = self.max_words * engine.tile_rows // TURNAROUND_CYCLES
+        multipliers = max(2, min(engine.tile_rows * engine.vectors // 2, most))
         return replace(FieldParams.of(self.config, multipliers=multipliers), max_tokens=self.max_tokens)
 
     @cached_property

@@ -68,8 +68,9 @@ class HolonomyField(wiring.Component):
     below the diagonal is a copy of the one above it and takes two cycles and no product.
     :class:`sim.cycles.holonomy.FieldModel` states every cycle.
 
-    Stalls: the next score is made when the last one has been taken. Sums have two slots: a head streams in while the
-    rows of the one before leave; ``job.ready`` is low while both are taken.
+    Stalls: the next score is made when the last one has been taken. Scores of a head begin when its first block is
+    complete and those of the head before have left, and wait for the blocks that they need. Sums have two slots: a head
+    streams in while the rows of the one before leave; ``job.ready`` is low while both are taken.
 
     Parameters
     ----------
@@ -117,7 +118,8 @@ class HolonomyField(wiring.Component):
         p = self.params
         final = Signal()  # the last product of a score is issued
         free = self.lent if self._borrowed else Const(1, 1)
-        load = _Load(m, self, final, free)
+        next_stored = Signal(range(2 * p.max_blocks))  # the block whose energy is stored next, and its slot
+        load = _Load(m, self, final, free, next_stored)
         score = _Score(m, p, load)
 
         # Memories: the sums of blocks twice, as a score needs two of them a cycle; their energies.
@@ -136,7 +138,7 @@ class HolonomyField(wiring.Component):
 
         # What is issued, and when: a last product, else a step of a word, else a step of a Gram product.
         gram = Signal()
-        m.d.comb += gram.eq(score.gram_active & ~load.issue & ~final & free)
+        m.d.comb += gram.eq(score.gram_active & score.there & ~load.issue & ~final & free)
         word_line = delayed(m, "word", load.issue, p.product_cycles + 1, reset_less=False)
         gram_line = delayed(m, "gram", gram, p.product_cycles, reset_less=False)
         final_line = delayed(m, "final", final, p.result_cycles - 1, reset_less=False)
@@ -182,22 +184,20 @@ class HolonomyField(wiring.Component):
         n = p.product_cycles
         energy = self._accumulator(m, "energy", p.energy_bits, product_sum, word_line[n], start_line[n])
         total = self._accumulator(m, "gram_total", p.gram_bits, product_sum, gram_line[n], gram_first_line[n])
-        energy_address = Signal(range(2 * p.max_blocks))
         block_bits = index_bits(p.max_blocks)
-        stored = Signal()
         m.d.comb += [
-            stored.eq(word_line[n + 1] & end_line[n + 1]),
-            energies.write.en.eq(stored),
-            energies.write.addr.eq(energy_address),
+            load.stored.eq(word_line[n + 1] & end_line[n + 1]),
+            energies.write.en.eq(load.stored),
+            energies.write.addr.eq(next_stored),
             energies.write.data.eq(energy),
-            load.stored.eq(stored & head_line[n + 1]),
         ]
-        with m.If(load.stored):
-            m.d.sync += energy_address.eq(Cat(Const(0, block_bits), ~energy_address[block_bits]))
-        with m.Elif(stored):
-            m.d.sync += energy_address.eq(energy_address + 1)
+        with m.If(load.stored & head_line[n + 1]):
+            m.d.sync += next_stored.eq(Cat(Const(0, block_bits), ~next_stored[block_bits]))
+        with m.Elif(load.stored):
+            m.d.sync += next_stored.eq(next_stored + 1)
 
-        score.connect(m, self, gram, gram_line[n] & gram_last_line[n], total, energies.data, final, free)
+        gram_stored = gram_line[n] & gram_last_line[n]
+        score.connect(m, self, gram, gram_stored, total, energies.data, final, free, next_stored)
         self._result(m, score, final_line, mirror)
         return m
 
@@ -295,21 +295,23 @@ class _Load:
     """Jobs and words: what step of which token is issued.
 
     Members: ``issue``; ``step`` of the vector, ``token`` of the block, ``block``, ``slot``; ``block_end``,
-    ``head_end``; ``filling`` a head whose words ended early; ``full`` head waits with its constants for the scores,
-    ``taken`` by them; ``stored`` its last energy.
+    ``head_end``; ``filling`` a head whose words ended early; ``stored`` the energy of a block; ``full`` a head with a
+    complete block waits with its constants for the scores, ``taken`` by them.
     """
 
-    def __init__(self, m: Module, unit: HolonomyField, final: Signal, free: Value) -> None:
+    def __init__(self, m: Module, unit: HolonomyField, final: Signal, free: Value, next_stored: Signal) -> None:
         p = unit.params
         self.issue, self.block_end, self.head_end = Signal(), Signal(), Signal()
         self.step = Signal(index_bits(p.max_steps))
         self.token = Signal(p.block_bits)
         self.block = Signal(index_bits(p.max_blocks))
-        self.slot = Signal()
+        self.slot = Signal(init=1)
         self.filling = Signal()
         self.full, self.taken, self.stored = Signal(), Signal(), Signal()
         self.constants = constants = Signal.like(unit.job.payload, reset_less=True)
+        self.last_block = Signal(index_bits(p.max_blocks), reset_less=True)
         self.tail = Signal(p.block_bits + 1, reset_less=True)
+        handed = Signal()  # the newest head was taken
         loading, waiting, dropping = Signal(), Signal(), Signal()
         tokens_left = Signal(index_bits(p.max_tokens) + 1, reset_less=True)
         self.last_step = last_step = Signal(index_bits(p.max_steps), reset_less=True)
@@ -332,6 +334,10 @@ class _Load:
                 tokens_left.eq(job.tokens),
                 last_step.eq(Cat(Const(0, index_bits(p.word_steps)), job.words) - 1),
                 self.block.eq(0),
+                self.last_block.eq(((job.tokens - 1) >> p.block_bits)[: len(self.last_block)]),
+                self.tail.eq((job.tokens - 1)[: p.block_bits] + 1),
+                self.slot.eq(self.slot ^ ~refused),
+                handed.eq(0),
             ]
             with m.If(refused):
                 m.d.comb += error.eq(FieldError.JOB)
@@ -355,16 +361,10 @@ class _Load:
                     self.token.eq(Mux(self.head_end, 0, self.token + 1)),
                     tokens_left.eq(tokens_left - 1),
                 ]
-            # The last block's number stays for the scores.
-            with m.If(self.block_end & ~self.head_end):
+            with m.If(self.block_end):
                 m.d.sync += self.block.eq(self.block + 1)
             with m.If(self.head_end):
-                m.d.sync += [
-                    loading.eq(0),
-                    waiting.eq(1),
-                    self.filling.eq(0),
-                    self.tail.eq(self.token + 1),
-                ]
+                m.d.sync += [loading.eq(0), waiting.eq(~handed), self.filling.eq(0)]
                 with m.If(~self.filling & ~word.payload.last):
                     m.d.sync += dropping.eq(1)
                     m.d.comb += error.eq(FieldError.LATE)
@@ -373,10 +373,11 @@ class _Load:
                 m.d.comb += error.eq(FieldError.EARLY)
         with m.If(dropping & word.valid & word.payload.last):
             m.d.sync += dropping.eq(0)
-        with m.If(self.stored):
+        # Energies of the head before can still be on their way.
+        with m.If(self.stored & (next_stored[-1] == self.slot) & ~handed):
             m.d.sync += self.full.eq(1)
         with m.If(self.taken):
-            m.d.sync += [self.full.eq(0), waiting.eq(0), self.slot.eq(~self.slot)]
+            m.d.sync += [self.full.eq(0), waiting.eq(0), handed.eq(1)]
         with m.If(unit.error_clear):
             m.d.sync += unit.error.eq(FieldError.NONE)
         with m.Elif(unit.error == FieldError.NONE):
@@ -386,7 +387,7 @@ class _Load:
 class _Score:
     """Rows and columns, one score after the other: weighted energies, Gram product, scale, last product.
 
-    Cycles from the start of a score, if nothing is waited for: two for each bit of a block's size until
+    Cycles from the start of a score, or from when its blocks are complete, if nothing else is waited for: two for each bit of a block's size until
     ``n_J E_I + n_I E_J`` stands (the first addition in the third cycle); then one subtracts 2 S_I · S_J; one for each
     place of the scale; then the last product is issued, and the next score starts a cycle after. Of a score below the
     diagonal the second cycle is the one of the copy, if the score before has been taken.
@@ -401,7 +402,7 @@ class _Score:
         self.step = Signal(index_bits(p.max_steps))
         self.weight = Signal(range(p.weight_steps))
         self.gram_active, self.gram_last = Signal(), Signal()
-        self.copy = Signal()
+        self.copy, self.there = Signal(), Signal()
         self.capped = Signal()
         self.factor = Signal(RECIPROCAL_BITS, reset_less=True)
         self.numerator = Signal(p.numerator_bits, reset_less=True)
@@ -418,11 +419,12 @@ class _Score:
         energy: Signal,
         final: Signal,
         free: Value,
+        next_stored: Signal,
     ) -> None:
         """The rest, once pipeline and memories are there."""
         p, load = self.params, self._load
         constants = Signal.like(load.constants, reset_less=True)
-        last_block = Signal.like(self.row, reset_less=True)
+        last_block = Signal.like(load.last_block, reset_less=True)
         last_step = Signal.like(load.last_step, reset_less=True)
         tail = Signal.like(load.tail, reset_less=True)
         scoring, start, weights_active = Signal(), Signal(), Signal()
@@ -448,7 +450,7 @@ class _Score:
             m.d.sync += [
                 scoring.eq(1),
                 constants.eq(load.constants),
-                last_block.eq(load.block),
+                last_block.eq(load.last_block),
                 last_step.eq(load.last_step),
                 tail.eq(load.tail),
                 self.slot.eq(load.slot),
@@ -471,6 +473,15 @@ class _Score:
         with m.If(unit.o.valid & unit.o.ready):
             m.d.sync += pending.eq(0)
 
+        # The blocks are complete: those of the whole head, or up to the later of the two.
+        later = Mux(constants.causal, self.row, self.column)
+        whole, ended = Signal(), Signal()
+        m.d.comb += [
+            ended.eq(next_stored[-1] != self.slot),
+            self.there.eq(whole | ended | (later < next_stored[:-1])),
+        ]
+        m.d.sync += whole.eq((whole | ended) & ~load.taken)
+
         # Gram product.
         m.d.comb += self.gram_last.eq(self.step == last_step)
         with m.If(gram):
@@ -485,14 +496,16 @@ class _Score:
         # Weights: sizes of the blocks, highest bit first; energies of row and column in turn.
         weight_last = Signal()
         m.d.comb += weight_last.eq(self.weight == p.weight_steps - 1)
-        with m.If(weights_active):
+        weights = Signal()
+        m.d.comb += weights.eq(weights_active & self.there)
+        with m.If(weights):
             m.d.sync += self.weight.eq(Mux(weight_last, 0, self.weight + 1))
             with m.If(weight_last):
                 m.d.sync += weights_active.eq(0)
-        active = delayed(m, "weights", weights_active, 2, reset_less=False)[2]
+        active = delayed(m, "weights", weights, 2, reset_less=False)[2]
         odd = delayed(m, "weight_odd", self.weight[0], 2)[2]
         final_pair = delayed(m, "weight_final", self.weight >= p.weight_steps - 2, 2)[2]
-        weights_last = delayed(m, "weight_last", weights_active & weight_last, 2, reset_less=False)[2]
+        weights_last = delayed(m, "weight_last", weights & weight_last, 2, reset_less=False)[2]
         with m.If(weights_last):
             m.d.sync += weights_done.eq(1)
         row_tail, column_tail = Signal(), Signal()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,13 +23,15 @@ class FieldTiming:
     A cycle issues one of: the last product of a score, else a step of a word, else a step of a Gram product. A word
     takes ``P.word_steps`` steps and leaves the input with its last one.
 
-    - A job is taken when it is offered and the job before was handed over to the scores in an earlier cycle; its first
-      word is issued a cycle later at the earliest.
-    - It is handed over ``P.product_cycles + 2`` cycles after the issue of its last step, or, if that is later, in the
-      cycle after the last product of the head before. Its first score starts in the next cycle.
-    - A score that starts in cycle s issues Gram steps from s on. Its last product is issued 1 + shift cycles after the
-      later of s + 2 + ``P.weight_steps`` and ``P.product_cycles + 1`` cycles after its last Gram step; the score is
-      offered ``P.result_cycles`` later; the next score of the head starts a cycle after the product's issue.
+    - A job is taken when it is offered, the job before had its last step issued and was handed over to the scores in an
+      earlier cycle; its first word is issued a cycle later at the earliest.
+    - A block is complete ``P.product_cycles + 2`` cycles after the issue of its last step.
+    - A job is handed over when its first block is complete, or, if that is later, in the cycle after the last product or
+      copy of the head before. Its first score starts in the next cycle.
+    - A score of which a computed block is not complete when it starts counts from the cycle in which it is. One that
+      starts in cycle s issues Gram steps from s on. Its last product is issued 1 + shift cycles after the later of
+      s + 2 + ``P.weight_steps`` and ``P.product_cycles + 1`` cycles after its last Gram step; the score is offered
+      ``P.result_cycles`` later; the next score of the head starts a cycle after the product's issue.
     - A score below the diagonal, in a job that is not causal, is a copy: one that starts in cycle s is copied in s + 1
       and offered in the next cycle, in which the next score starts. Copies issue nothing.
     - No last product is issued and no copy made before the score before has been taken in an earlier cycle.
@@ -66,7 +69,7 @@ def field_timing(
         if len(value) != length:
             raise must("field_timing", name, f"of length {length}", len(value))
     field, now = FieldCycles(params), 0
-    wanted = sum(len(score_kinds(job, params)) for job in jobs)
+    wanted = sum(len(head_scores(job, params)) for job in jobs)
     job_taken: list[int] = []
     word_taken: list[int] = []
     scores: list[int] = []
@@ -96,16 +99,16 @@ class FieldCycles:
     def __init__(self, params: FieldParams) -> None:
         self._p = params
         self._now = 0
-        # Loading: steps left of the newest job, and the cycle from which its words are issued.
+        # Loading: steps left of the newest job, the cycle from which its words are issued, when its blocks are complete.
         self._newest: FieldJob | None = None
-        self._steps_left, self._words_from = 0, 0
-        self._job_free = 0
-        # Handing over: the cycle in which the loaded head can go, and whether one waits.
-        self._waiting, self._full_from = False, 0
+        self._steps_left, self._words_from, self._job_free = 0, 0, 0
+        self._complete: list[int] = []
+        self._handed = True
         # Scoring: the head, first cycle in which the next can begin, scores left, those of the next last.
         self._scored: FieldJob | None = None
+        self._blocks: list[int] = []
         self._free_from = 0
-        self._left: list[int | None] = []
+        self._left: list[_Score] = []
         self._start = self._gram_left = self._gram_done = 0
         self._gram_known = False
         self._offered_from: int | None = None
@@ -124,17 +127,15 @@ class FieldCycles:
         if score_taken:
             self._offered_from, self._last_taken = None, now
         self._now += 1
-        if self._waiting and now >= self._full_from and not self._left and now >= self._free_from:
-            self._waiting = False
-            self._scored = self._newest
-            assert self._scored is not None
-            self._left = score_kinds(self._scored, p)[::-1]
+        if not self._handed and self._complete and now >= max(self._complete[0], self._free_from) and not self._left:
+            assert self._newest is not None
+            self._handed, self._scored, self._blocks = True, self._newest, self._complete
+            self._left = head_scores(self._scored, p)[::-1]
             self._begin(now + 1)
-            # A job can be taken from the next cycle on.
-            self._job_free = now + 1
-        elif job is not None and not self._steps_left and not self._waiting and now >= self._job_free:
+            self._job_free = max(self._job_free, now + 1)
+        elif job is not None and not self._steps_left and self._handed and now >= self._job_free:
             job_taken = True
-            self._newest = job
+            self._newest, self._handed, self._complete = job, False, []
             self._steps_left, self._words_from = job.tokens * job.words * p.word_steps, now + 1
         final, copy = self._final(now), self._copy(now)
         if final or copy:
@@ -147,11 +148,15 @@ class FieldCycles:
         if final:
             pass
         elif self._steps_left and now >= self._words_from and word_valid:
+            assert self._newest is not None
             self._steps_left -= 1
             word_taken = self._steps_left % p.word_steps == 0
+            tokens, rest = divmod(self._steps_left, self._newest.words * p.word_steps)
+            if not rest and ((self._newest.tokens - tokens) % p.block == 0 or not tokens):
+                self._complete.append(now + p.product_cycles + 2)
             if not self._steps_left:
-                self._waiting, self._full_from = True, now + p.product_cycles + 2
-        elif self._gram_left and now >= self._start:
+                self._job_free = now + 1
+        elif self._gram_left and now >= self._start and self._there <= now:
             self._gram_left -= 1
             if not self._gram_left:
                 self._gram_known, self._gram_done = True, now + p.product_cycles + 1
@@ -160,7 +165,13 @@ class FieldCycles:
     def _begin(self, start: int) -> None:
         assert self._scored is not None
         self._start, self._gram_known = start, False
-        self._gram_left = 0 if self._left[-1] is None else self._scored.words * self._p.word_steps
+        self._gram_left = 0 if self._left[-1].shift is None else self._scored.words * self._p.word_steps
+
+    @property
+    def _there(self) -> float:
+        """First cycle in which the blocks of the next score are complete."""
+        block = self._left[-1].block
+        return self._blocks[block] if block < len(self._blocks) else math.inf
 
     def _untaken(self, now: int) -> bool:
         return self._offered_from is not None or now <= self._last_taken
@@ -168,20 +179,29 @@ class FieldCycles:
     def _final(self, now: int) -> bool:
         if not self._left or not self._gram_known or self._untaken(now):
             return False
-        shift = self._left[-1]
+        shift = self._left[-1].shift
         assert shift is not None
-        return now >= max(self._start + 2 + self._p.weight_steps, self._gram_done) + 1 + shift
+        start = max(self._start, self._there)
+        return now >= max(start + 2 + self._p.weight_steps, self._gram_done) + 1 + shift
 
     def _copy(self, now: int) -> bool:
-        return bool(self._left) and self._left[-1] is None and now > self._start and not self._untaken(now)
+        return bool(self._left) and self._left[-1].shift is None and now > self._start and not self._untaken(now)
 
 
-def score_kinds(job: FieldJob, params: FieldParams) -> list[int | None]:
-    """Shift of every score of a head, in order; None of one that is copied."""
+@dataclass(frozen=True)
+class _Score:
+    """``block``: the later of its two; ``shift``: None of one that is copied."""
+
+    block: int
+    shift: int | None
+
+
+def head_scores(job: FieldJob, params: FieldParams) -> list[_Score]:
+    """Every score of a head, in order."""
     blocks = -(-job.tokens // params.block)
     last = blocks - 1
     return [
-        job.shifts[(i == last) + (j == last)] if job.causal or i <= j else None
+        _Score(max(i, j), job.shifts[(i == last) + (j == last)] if job.causal or i <= j else None)
         for i in range(blocks)
         for j in range(i + 1 if job.causal else blocks)
     ]
