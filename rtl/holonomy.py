@@ -431,7 +431,7 @@ class _Score:
         weights_done, gram_done, subtracted, pending = Signal(), Signal(), Signal(), Signal()
         row_end, head_end = Signal(), Signal()
         done, following = Signal(), Signal()  # this score is on its way; a computed one is next
-        copied, copying, readable = Signal(), Signal(), Signal()
+        copied, copying = Signal(), Signal()  # the next score is copied; this one is
         shift = Signal(SHIFT_LIMIT.bit_length(), reset_less=True)
         shifted = Signal(reset_less=True)  # no place of the scale is left
         m.d.comb += [
@@ -439,13 +439,13 @@ class _Score:
             row_end.eq(self.column == Mux(constants.causal, self.row, last_block)),
             head_end.eq(row_end & (self.row == last_block)),
             final.eq(subtracted & shifted & ~pending & free),
-            self.copy.eq(readable & ~pending),
+            self.copy.eq(copying & ~pending),  # pending at first, so that the memory has been read
             done.eq(final | self.copy),
             # The next score is copied if it is below the diagonal: the first of a row, and so on.
             copied.eq(~constants.causal & (row_end | (self.column + 1 < self.row))),
             following.eq(load.taken | (done & ~head_end & ~copied)),
         ]
-        m.d.sync += [start.eq(following), readable.eq(copying & ~self.copy)]
+        m.d.sync += start.eq(following)
         with m.If(load.taken):
             m.d.sync += [
                 scoring.eq(1),

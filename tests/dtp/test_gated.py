@@ -230,6 +230,6 @@ def test_descriptor_errors(byte: int, value: int, code: GeometryError) -> None:
 
 def test_word_sizes() -> None:
     p = GatedParams(Config.load("wide"))
-    assert p.factor_beats == word_beats(p.transport.factor_word_bits, 64) == 1
+    assert p.factor_beats == word_beats(p.transport.factor_word_bits, 64) == 2
     assert p.max_tokens == 256 and p.max_blocks == 16
     assert GatedParams(TINY).max_tokens == TINY.max_tokens
