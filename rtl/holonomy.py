@@ -387,10 +387,10 @@ class _Load:
 class _Score:
     """Rows and columns, one score after the other: weighted energies, Gram product, scale, last product.
 
-    Cycles from the start of a score, or from when its blocks are complete, if nothing else is waited for: two for each bit of a block's size until
-    ``n_J E_I + n_I E_J`` stands (the first addition in the third cycle); then one subtracts 2 S_I · S_J; one for each
-    place of the scale; then the last product is issued, and the next score starts a cycle after. Of a score below the
-    diagonal the second cycle is the one of the copy, if the score before has been taken.
+    Cycles from the start of a score, or from when its blocks are complete, if nothing else is waited for: two for each
+    bit of a block's size until ``n_J E_I + n_I E_J`` stands (the first addition in the third cycle); then one subtracts
+    2 S_I · S_J; one for each place of the scale; then the last product is issued, and the next score starts a cycle
+    after. Of a score below the diagonal the second cycle is the one of the copy, if the score before has been taken.
     """
 
     def __init__(self, m: Module, params: FieldParams, load: _Load) -> None:

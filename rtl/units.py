@@ -16,7 +16,7 @@ from dtp.config import Config
 from dtp.errors import must
 from dtp.gated import MAX_HEADS, ROW_QUEUE, GatedParams
 from dtp.gated import VERSION as RUN_VERSION
-from dtp.holonomy import FieldParams
+from dtp.holonomy import TURNAROUND_CYCLES, FieldParams
 from dtp.job import DESCRIPTOR_VERSION
 from dtp.kernel import KernelParams
 from dtp.matrix import MatrixParams
@@ -192,15 +192,15 @@ class UnitEntry:
 
 
 def field_params(config: Config) -> FieldParams:
-    """The holonomy field that is generated alone: a multiplier a lane behind a wide transport engine, else two."""
+    """The holonomy field that is generated alone: as many multipliers as it can use behind a wide engine, else two."""
     two = FieldParams.of(config, multipliers=2)
-    is_wide = two.lanes >= 16 and two.max_lanes >= 4 * two.lanes
-    return FieldParams.of(config, multipliers=two.lanes) if is_wide else two
+    most = min(two.lanes, two.max_lanes // TURNAROUND_CYCLES)
+    return FieldParams.of(config, multipliers=most) if most >= config.block else two
 
 
 def pruner_params(config: Config) -> PrunerParams:
-    """The pruner that is generated alone: it compares as many scores in a cycle as a word of a vector has lanes."""
-    lanes = min(TransportParams(config).tile_rows, config.max_blocks)
+    """The pruner that is generated alone: a score a cycle for each lane of a vector's word, at most a block's rows."""
+    lanes = min(TransportParams(config).tile_rows, config.block, config.max_blocks)
     return PrunerParams.of(config, heads=PRUNER_HEADS, lanes=lanes)
 
 

@@ -26,8 +26,8 @@ class FieldTiming:
     - A job is taken when it is offered, the job before had its last step issued and was handed over to the scores in an
       earlier cycle; its first word is issued a cycle later at the earliest.
     - A block is complete ``P.product_cycles + 2`` cycles after the issue of its last step.
-    - A job is handed over when its first block is complete, or, if that is later, in the cycle after the last product or
-      copy of the head before. Its first score starts in the next cycle.
+    - A job is handed over when its first block is complete, or, if that is later, in the cycle after the last product
+      or copy of the head before. Its first score starts in the next cycle.
     - A score of which a computed block is not complete when it starts counts from the cycle in which it is. One that
       starts in cycle s issues Gram steps from s on. Its last product is issued 1 + shift cycles after the later of
       s + 2 + ``P.weight_steps`` and ``P.product_cycles + 1`` cycles after its last Gram step; the score is offered
@@ -99,7 +99,7 @@ class FieldCycles:
     def __init__(self, params: FieldParams) -> None:
         self._p = params
         self._now = 0
-        # Loading: steps left of the newest job, the cycle from which its words are issued, when its blocks are complete.
+        # Loading: steps left of the newest job, the cycle from which its words are issued, when blocks are complete.
         self._newest: FieldJob | None = None
         self._steps_left, self._words_from, self._job_free = 0, 0, 0
         self._complete: list[int] = []

@@ -402,7 +402,7 @@ def test_refused_tensors() -> None:
         transport_passes(config, JOB, v, x, [1, 1])
     with pytest.raises(DtpError, match=r"^quantise_solve\.v must be of shape \(n, width, k <= 8\), not \(1, 4, 10\)"):
         quantise_solve(config, MiddleMode.CAYLEY, np.zeros((1, 4, 10)))
-    with pytest.raises(DtpError, match=r"^quantise_solve\.v must be of pairs of columns in mode cayley, not \(1, 4, 3\)"):
+    with pytest.raises(DtpError, match=r"^quantise_solve\.v must be of pairs of columns in mode cayley, not \(1, 4, "):
         quantise_solve(config, MiddleMode.CAYLEY, np.zeros((1, 4, 3)))
     with pytest.raises(DtpError, match=r"^quantise_solve\.mode must be woodbury or cayley, not 'SCALE'"):
         quantise_solve(config, MiddleMode.SCALE, v)
