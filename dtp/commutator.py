@@ -180,7 +180,8 @@ class Kernel:
     hidden: h as states, (L, M)
     state_scale: real value of a unit of h, Res(h) and their sum
     attention_scale: the same of Attn(h + Res(h)), Attn(h) and Res(Attn(h))
-    matrices: ``q k v o`` and ``in out`` (Res of h), ``in_a out_a`` (Res of Attn(h))
+    matrices: ``q k v o`` and ``in out`` (Res of h), ``in_a out_a`` (Res of Attn(h)); ``o_0``, ``o_1``, …: o restricted
+        to the columns of a head, without its bias
     """
 
     config: Config
@@ -287,19 +288,12 @@ class Operators:
 
     def per_head(self, moved: Int, plain: Int) -> Energies:
         """Attn restricted to each head, without the output bias."""
-        kernel = self.kernel
-        found = kernel.matrices["o"]
-        width = kernel.layer.inner // kernel.layer.heads
-        job = replace(found.job, width=width, bias=False)
-        parts = []
-        for head in range(kernel.layer.heads):
+        layer, parts = self.kernel.layer, []
+        width = layer.inner // layer.heads
+        for head in range(layer.heads):
             lanes = slice(head * width, (head + 1) * width)
-            states = []
-            for source in (moved, plain):
-                out, count = matrix(kernel.config, job, source[:, lanes], found.weights[:, lanes])
-                self.saturations += count
-                states.append(out)
-            parts.append(energies(states[0], states[1], self.residual(states[1], "in_a", "out_a")))
+            attended, output = (self.apply(f"o_{head}", source[:, lanes]) for source in (moved, plain))
+            parts.append(energies(attended, output, self.residual(output, "in_a", "out_a")))
         return Energies(*(np.stack([getattr(part, name) for part in parts]) for name in (
             "difference", "reference", "ratio",
         )))  # fmt: skip
@@ -365,7 +359,16 @@ class _Calibration:
         attention_scale = 1.02 * max(np.abs(attended).max(), np.abs(residual).max()) / limit
         self._make("o", "w_o", "b_o", None, heads, unit, attention_scale)
         self._residual("in_a", "out_a", [run.output(heads[0])], attention_scale, attention_scale)
-        return replace(kernel, attention_scale=attention_scale, matrices=dict(self.matrices))
+        return replace(kernel, attention_scale=attention_scale, matrices=self.matrices | self._heads())
+
+    def _heads(self) -> dict[str, Matrix]:
+        """The output projection of each head."""
+        whole, width = self.matrices["o"], self.layer.inner // self.layer.heads
+        job = replace(whole.job, width=width, bias=False)
+        return {
+            f"o_{head}": replace(whole, job=job, weights=whole.weights[:, head * width :][:, :width], bias=None)
+            for head in range(self.layer.heads)
+        }
 
     def _residual_real(self, x: Real) -> Real:
         layer = self.layer

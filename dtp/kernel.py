@@ -155,10 +155,22 @@ def before_attention(kernel: Kernel, mode: CommutatorMode, groups: int) -> list[
     return _interleaved(kernel.config, steps, groups)
 
 
-def after_attention(kernel: Kernel, groups: int) -> list[Step]:
-    """Program of the heads' outputs at h + Res(h) and at h → energies. Input: both, in this order."""
-    bases = bias_bases(kernel, ["o", "in_a", "out_a"])
+def after_attention(kernel: Kernel, groups: int, *, head: int | None = None) -> list[Step]:
+    """Program of the heads' outputs at h + Res(h) and at h → energies. Input: both, in this order.
+
+    With ``head`` the energies are those of one head, and so are the inputs.
+
+    Raises
+    ------
+    DtpError
+        for a head that the layer has not, or biases that do not fit
+    """
     layer = kernel.layer
+    if head is not None and not 0 <= head < layer.heads:
+        raise must("after_attention", "head", f"in 0…{layer.heads - 1}", head)
+    output = "o" if head is None else f"o_{head}"
+    bases = bias_bases(kernel, [output, "in_a", "out_a"])
+    width = layer.inner if head is None else layer.inner // layer.heads
 
     def steps(group: int, place: _Places) -> Iterator[Step]:
         def matrix(name: str, source: str, target: str, **more: object) -> Step:
@@ -169,8 +181,8 @@ def after_attention(kernel: Kernel, groups: int) -> list[Step]:
 
         # The heads' outputs lie where the hidden layer comes later.
         for target in ("second", "first"):
-            yield Step(kind=StepKind.LOAD, group=group, target=place("inner"), width=layer.inner)
-            yield matrix("o", "inner", target)
+            yield Step(kind=StepKind.LOAD, group=group, target=place("inner"), width=width)
+            yield matrix(output, "inner", target)
         yield matrix("in_a", "first", "inner", normalise=layer.ln_mlp is not None)
         yield matrix("out_a", "inner", "third")
         yield Step(

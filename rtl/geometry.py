@@ -188,7 +188,13 @@ class Geometry(wiring.Component):
         m.d.sync += fault.eq(self._fault(fields))
         blocks_less_1 = ((fields["tokens"] - 1) >> (c.block.bit_length() - 1))[: p.pruner.index_bits]
         fields["last_block"] = last_block = Signal(p.pruner.index_bits)
-        m.d.sync += last_block.eq(blocks_less_1)
+        fields["last_word"] = Signal(range(max(2, p.max_words)))
+        fields["last_token"] = Signal(range(p.max_tokens))
+        m.d.sync += [
+            last_block.eq(blocks_less_1),
+            fields["last_word"].eq(fields["words"] - 1),
+            fields["last_token"].eq(fields["tokens"] - 1),
+        ]
 
         state, following = Signal(State), Signal(State)
         ended, valid, start = Signal(), Signal(), Signal()
@@ -207,11 +213,10 @@ class Geometry(wiring.Component):
         token = Signal(range(p.max_tokens))
         groups = fields["two_groups"]
         factor_last, token_last, probe_last = Signal(), Signal(), Signal()
-        words = fields["words"][: len(word) + 1]
         m.d.comb += [
-            factor_last.eq(word == (words << groups) - 1),
-            token_last.eq(token == fields["tokens"] - 1),
-            probe_last.eq(word == words - 1),
+            factor_last.eq(word == Mux(groups, Cat(Const(1, 1), fields["last_word"]), fields["last_word"])),
+            token_last.eq(token == fields["last_token"]),
+            probe_last.eq(word == fields["last_word"]),
         ]
         whole = {"probe": Signal(name="probe_whole"), "factor": Signal(name="factor_whole")}
         contents = {}
@@ -408,7 +413,7 @@ class Geometry(wiring.Component):
             core.job.valid.eq(holonomy),
             job.mode.eq(MiddleMode.CAYLEY),
             job.last_group.eq(fields["two_groups"]),
-            job.last_word.eq(fields["words"] - 1),
+            job.last_word.eq(fields["last_word"]),
             job.last_token.eq(self._tokens - 1),
             job.plain.eq(1),
             job.transposed.eq(1),
@@ -498,7 +503,7 @@ class Geometry(wiring.Component):
         token = Signal(range(p.max_tokens), name=f"{name}_token")
         word = Signal(range(max(2, p.max_words)), name=f"{name}_word")
         word_last, token_last = Signal(name=f"{name}_word_last"), Signal(name=f"{name}_token_last")
-        m.d.comb += [word_last.eq(word == fields["words"] - 1), token_last.eq(token == fields["tokens"] - 1)]
+        m.d.comb += [word_last.eq(word == fields["last_word"]), token_last.eq(token == fields["last_token"])]
         with m.If(moves):
             m.d.sync += word.eq(Mux(word_last, 0, word + 1))
             with m.If(word_last):

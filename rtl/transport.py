@@ -197,11 +197,12 @@ class TransportCore(wiring.Component):
 
         running, expanding, room = Signal(), Signal(), Signal()
         word, slot, group = Signal(len(job.last_word)), Signal(), Signal()
+        word_last = Signal()  # ``word`` is the last one
         issue, last_group, last_slot, last = Signal(), Signal(), Signal(), Signal()
         m.d.comb += [
             last_group.eq(group == job.last_group),
             last_slot.eq(slot | ~both),
-            last.eq(last_group & last_slot & (word == job.last_word)),
+            last.eq(last_group & last_slot & word_last),
             issue.eq(running & (~expanding | room | ~last_group)),
         ]
         free = Signal()
@@ -224,9 +225,14 @@ class TransportCore(wiring.Component):
             with m.If(last_group):
                 m.d.sync += [slot.eq(~last_slot), state_pointer.eq(state_pointer + 1)]
                 with m.If(last_slot):
-                    m.d.sync += [word.eq(word + 1), row.eq(row + job.last_group + 1)]
+                    following = word + 1
+                    m.d.sync += [
+                        word.eq(following),
+                        word_last.eq(following == job.last_word),
+                        row.eq(row + job.last_group + 1),
+                    ]
         with m.If(free):
-            m.d.sync += [word.eq(0), slot.eq(0), group.eq(0)]
+            m.d.sync += [word.eq(0), word_last.eq(job.last_word == 0), slot.eq(0), group.eq(0)]
             with m.If(can_expand):
                 m.d.sync += [
                     row.eq(factor_base[1]),
@@ -819,14 +825,13 @@ class _Buffer:
     ) -> None:  # fmt: skip
         self.name = name
         self.token = Signal(name=f"{name}_token")
-        written, freed = Signal(_POINTER, name=f"{name}_written"), Signal(_POINTER, name=f"{name}_freed")
+        written = Signal(_ADDRESS, name=f"{name}_written")
         count, left = Signal(_POINTER, name=f"{name}_count"), Signal(17, name=f"{name}_left")
         is_open = Signal(name=f"{name}_open")
         level = Signal(_POINTER, name=f"{name}_level")
         taken = Signal(name=f"{name}_taken")
         last = Signal(name=f"{name}_last")
         m.d.comb += [
-            level.eq(written - freed),
             port.ready.eq(is_open & ~level[-1]),
             taken.eq(port.valid & port.ready),
             last.eq(count == words - 1),
@@ -834,7 +839,7 @@ class _Buffer:
         ]
         m.d.sync += [
             written.eq(written + taken),
-            freed.eq(freed + Mux(expanded, words, 0)),
+            level.eq(level + taken - Mux(expanded, words, 0)),
         ]
         with m.If(taken):
             m.d.sync += count.eq(Mux(last, 0, count + 1))
@@ -845,12 +850,12 @@ class _Buffer:
         with m.If(open_now):
             m.d.sync += [is_open.eq(1), left.eq(tokens)]
         with m.If(start):
-            m.d.sync += [written.eq(0), freed.eq(0)]
+            m.d.sync += [written.eq(0), level.eq(0)]
         memories = []
         for n in range(copies):
             memory = BlockMemory(m, f"{name}_{n}", port.payload.shape(), BUFFER_WORDS, target=target)
             m.d.comb += [
-                memory.write.en.eq(taken), memory.write.addr.eq(written[:-1]), memory.write.data.eq(port.payload),
+                memory.write.en.eq(taken), memory.write.addr.eq(written), memory.write.data.eq(port.payload),
             ]  # fmt: skip
             memories.append(memory)
         self.address, self.data = memories[0].address, memories[0].data

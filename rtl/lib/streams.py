@@ -179,19 +179,24 @@ class BlockQueue(wiring.Component):
     def elaborate(self, platform: object) -> Module:
         m = Module()
         memory = BlockMemory(m, "payloads", Shape.cast(self.i.payload.shape()), self.depth, target=self._target)
-        written, taken = Signal(range(2 * self.depth)), Signal(range(2 * self.depth))
-        reads, read = Signal(), Signal()
+        written, taken = Signal(range(self.depth)), Signal(range(self.depth))
+        waiting, reads, read = Signal(), Signal(), Signal()
         m.d.comb += [
-            self.level.eq((written - taken)[: len(written)]),
+            waiting.eq(self.level.any()),
             self.i.ready.eq(~self.level[-1]),
             memory.write.en.eq(self.i.valid & self.i.ready),
             memory.write.addr.eq(written),
             memory.write.data.eq(self.i.payload),
             memory.address.eq(taken),
-            self.empty.eq((written == taken) & ~read & ~self.o.valid),
-            reads.eq((written != taken) & ~read & (~self.o.valid | self.o.ready)),
+            self.empty.eq(~waiting & ~read & ~self.o.valid),
+            reads.eq(waiting & ~read & (~self.o.valid | self.o.ready)),
         ]
-        m.d.sync += [written.eq(written + memory.write.en), taken.eq(taken + reads), read.eq(reads)]
+        m.d.sync += [
+            self.level.eq(self.level + memory.write.en - reads),
+            written.eq(written + memory.write.en),
+            taken.eq(taken + reads),
+            read.eq(reads),
+        ]
         with m.If(read):
             m.d.sync += [self.o.valid.eq(1), self.o.payload.eq(memory.data)]
         with m.Elif(self.o.ready):

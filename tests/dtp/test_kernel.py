@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from dtp.commutator import CommutatorMode, Kernel, Operators, golden, quantise
 from dtp.config import Config
+from dtp.difference import Energies
 from dtp.errors import DtpError
 from dtp.kernel import KernelParams, Step, StepKind, after_attention, before_attention, bias_bases, execute
 from dtp.matrix import MatrixParams, padded
@@ -16,6 +18,7 @@ from tests.dtp.test_commutator import layer_of
 
 ECP5 = Config.load("ecp5-85k")
 TINY = Config.load("tiny")
+NAMES = ("difference", "reference", "ratio")
 
 
 def groups_of(kernel: Kernel, state: Any) -> list[np.ndarray]:
@@ -27,6 +30,15 @@ def groups_of(kernel: Kernel, state: Any) -> list[np.ndarray]:
 def in_order(program: list[Step], kind: StepKind) -> list[int]:
     """Groups of a kind of step, in the order of the program; of matrices only those that store."""
     return [step.group for step in program if step.kind is kind and (kind is not StepKind.MATRIX or step.store)]
+
+
+def check_energies(program: list[Step], made: Sequence[Energies], wanted: Energies, tokens: int) -> None:
+    """Energies of the groups of a program are those of all tokens."""
+    for group, energies in zip(in_order(program, StepKind.ENERGY), made, strict=True):
+        live = min(ECP5.rows, tokens - group * ECP5.rows)
+        span = slice(group * ECP5.rows, group * ECP5.rows + live)
+        for name in NAMES:
+            assert np.array_equal(getattr(energies, name)[:live], getattr(wanted, name)[span])
 
 
 @pytest.mark.parametrize("mode", CommutatorMode)
@@ -61,12 +73,19 @@ def test_programs_are_the_golden_model(mode: CommutatorMode, tokens: int) -> Non
         loads.append(turns[seen.get(group, 0)][group])
         seen[group] = 1
     done = execute(kernel, after, loads)
-    exact = golden(kernel, mode).energies
-    for group, energies in zip(in_order(after, StepKind.ENERGY), done.energies, strict=True):
-        live = min(ECP5.rows, tokens - group * ECP5.rows)
-        span = slice(group * ECP5.rows, group * ECP5.rows + live)
-        for name in ("difference", "reference", "ratio"):
-            assert np.array_equal(getattr(energies, name)[:live], getattr(exact, name)[span])
+    exact = golden(kernel, mode, per_head=True)
+    assert exact.heads is not None
+    check_energies(after, done.energies, exact.energies, tokens)
+
+    # The same of each head alone, on its columns.
+    width = layer.inner // layer.heads
+    for head in range(layer.heads):
+        lanes = slice(head * width, (head + 1) * width)
+        alone = after_attention(kernel, groups, head=head)
+        assert [step.group for step in alone] == [step.group for step in after]
+        done = execute(kernel, alone, [load[:, lanes] for load in loads])
+        wanted = Energies(*(getattr(exact.heads, name)[head] for name in NAMES))
+        check_energies(alone, done.energies, wanted, tokens)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 5])
@@ -112,6 +131,8 @@ def test_refusals() -> None:
     with pytest.raises(DtpError, match=rf"bias_bases\.names must be matrices with at most {limit} bias words, not 288"):
         bias_bases(kernel, names)
     assert bias_bases(kernel, names[:2]) == {"in": 0, "out": 64}
+    with pytest.raises(DtpError, match=r"^after_attention\.head must be in 0…7, not 8$"):
+        after_attention(kernel, 1, head=8)
     program = after_attention(kernel, 1)
     with pytest.raises(DtpError, match=r"execute\.loads must be 2 states, one a LOAD step, not 0"):
         execute(kernel, program, [])

@@ -217,6 +217,18 @@ def test_programs(name: str, mode: CommutatorMode) -> None:
     assert steps == array_cycles((*own, *extra))
 
 
+def test_one_head() -> None:
+    """Energies of a head: the output projection restricted to its columns, from its outputs alone."""
+    random = np.random.default_rng(7)
+    layer = small_layer(tokens=5)
+    kernel = quantise(_TINY, layer)
+    width = layer.inner // layer.heads
+    heads = [group_rows(kernel, (random.normal(size=(5, width)) * 4000).astype(np.int64)) for _ in range(2)]
+    program = after_attention(kernel, _TINY.groups(5), head=layer.heads - 1)
+    loads = interleaved(program, heads)
+    check(kernel, execute(kernel, program, loads), simulate(kernel, program, loads, random))
+
+
 @pytest.mark.parametrize(("source", "weight", "sink"), [(0.3, 0.6, 0.5), (1.0, 1.0, 0.1)])
 def test_pauses(source: float, weight: float, sink: float) -> None:
     random = np.random.default_rng(5)
