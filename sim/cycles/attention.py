@@ -51,8 +51,8 @@ class Prediction:
     total_cycles: from the first input beat to the last output beat, both counted
     array_busy_cycles: steps of the array
     stalls: cycles without a step between the array's first and last one, by what the next pass waited for:
-        ``queries``, ``operands`` (keys or values), ``probabilities``, ``output`` (a free slot of the normaliser) and
-        ``issue`` (the walk itself)
+        ``queries``, ``operands`` (keys or values), ``probabilities``, ``output`` (a free slot of the normaliser),
+        ``gate`` (a mask row) and ``issue`` (the walk itself)
     """
 
     beat_cycles: Int
@@ -136,7 +136,8 @@ class _Walk:
         self.course: _Course | None = None  # of the group that is being walked through
         self.base = 0
         self.busy = 0
-        self.stalls = dict.fromkeys(("queries", "operands", "probabilities", "output", "issue"), 0)
+        self.stalls = dict.fromkeys(("queries", "operands", "probabilities", "output", "gate", "issue"), 0)
+        self.late_row = 0  # cycles that the walk waited for the row of this group, less those that were counted
 
     def run(self) -> Prediction:
         for number, head in enumerate(self.heads):
@@ -157,8 +158,10 @@ class _Walk:
             items = [
                 _Item(group, block, place == 0, place == len(blocks) - 1) for place, block in enumerate(blocks)
             ] or [_Item(group, 0, True, True, null=True)]
+            self.late_row = 0
             if job.gated and self.rows is not None and self._opens_row(job, group):
-                ready = self.rows.take(ready - GATE_CYCLES) + GATE_CYCLES
+                asked, ready = ready, self.rows.take(ready - GATE_CYCLES) + GATE_CYCLES
+                self.late_row = ready - asked
             key = self._key(number, group, ready, items, pending, chunks, passes) if group else None
             if key in self.courses:
                 ready = self._repeat(self.courses[key], items, pending)
@@ -215,6 +218,7 @@ class _Walk:
             chunks,
             passes,
             ready - base,
+            self.late_row,
             tuple(getattr(self, name) - base for name in _STATE),
             tuple((item.first, item.last, item.null, item.done - base) for item in pending),
             self.normaliser.state(min(self.event, base)),
@@ -323,6 +327,11 @@ class _Walk:
         if gap and self.busy:
             late = min(gap, feed - unsourced)
             self.stalls[name] += late
+            if idle == "issue":
+                gated = min(gap - late, self.late_row)
+                self.stalls["gate"] += gated
+                self.late_row -= gated
+                late += gated
             self.stalls[idle] += gap - late
         starts = []
         for news in operands:

@@ -123,7 +123,7 @@ def rows_again(config: Config, made: Sequence[int]) -> GateCycles:
 
 
 def _waits(prediction: Prediction) -> int:
-    return int(prediction.stalls["issue"])
+    return int(prediction.stalls["gate"])
 
 
 def _layer(case: Case, tokens: int, mode: str) -> Workload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,3 +86,30 @@ def test_cycles_of_the_array_are_steps_or_stalls(cause: str, monkeypatch: pytest
     assert len(steps) == prediction.array_busy_cycles
     assert prediction.array_busy_cycles + sum(prediction.stalls.values()) == steps[-1] - steps[0] + 1
     assert prediction.stalls[cause] > 0
+
+
+class Rows:
+    """Mask rows that are there from a given cycle on."""
+
+    def __init__(self, *there: int) -> None:
+        self.there = list(there)
+
+    def take(self, earliest: int) -> int:
+        return max(earliest, self.there.pop(0))
+
+
+def test_late_mask_rows_are_stalls_of_the_gate() -> None:
+    """Rows in time cost nothing; one that comes late costs as much as the array has nothing else to do."""
+    shape = Shape(tokens=24, width=16)
+    plain = heads_of(TINY, [shape], 240)
+    heads = [replace(head, job=replace(head.job, gated=True)) for head in plain]
+    dense = predict(TINY, plain)
+    early = predict(TINY, heads, Rows(0, 0, 0))
+    assert early.total_cycles == dense.total_cycles and early.stalls == dense.stalls and early.stalls["gate"] == 0
+    # The first row comes before the array's first step and so does not count as a stall.
+    late = predict(TINY, heads, Rows(300, 0, 2000))
+    more = late.total_cycles - predict(TINY, heads, Rows(300, 0, 0)).total_cycles
+    others = {name: count for name, count in late.stalls.items() if name != "gate"}
+    assert late.stalls["gate"] > 1000
+    assert late.stalls["gate"] + sum(others.values()) == more + sum(predict(TINY, heads, Rows(300, 0, 0)).stalls.values())
+    assert late.total_cycles > 2000
