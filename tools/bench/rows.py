@@ -111,7 +111,10 @@ ROWS = (
         install.demo_cold, install=True,
     ),
     Row("demo-warm", "`make demo` again", "green, ≤ 2 min", "a newcomer's patience", install.demo_warm, install=True),
-    Row("test", "fresh clone → `make test`", "green, ≤ 20 min on 2 cores", "15 min for the tile alone, 20 with the other units", install.test, install=True),
+    Row(
+        "test", "fresh clone → `make test`", "green, ≤ 20 min on 2 cores", "15 min for the tile alone, 20 with all units",
+        install.test, install=True,
+    ),  # fmt: skip
     Row(
         "rtl-golden", "RTL = golden model, random stalls on every stream",
         "every output bit, all modes, all masks, three presets",
