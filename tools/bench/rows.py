@@ -112,9 +112,9 @@ ROWS = (
     ),
     Row("demo-warm", "`make demo` again", "green, ≤ 2 min", "a newcomer's patience", install.demo_warm, install=True),
     Row(
-        "test", "fresh clone → `make test`", "green, ≤ 20 min on 2 cores", "15 min for the tile alone, 20 with all units",
+        "test", "fresh clone → `make test`", "green, ≤ 20 min on 2 cores", "15 min for the tile, 20 with all units",
         install.test, install=True,
-    ),  # fmt: skip
+    ),
     Row(
         "rtl-golden", "RTL = golden model, random stalls on every stream",
         "every output bit, all modes, all masks, three presets",
