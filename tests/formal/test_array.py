@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from amaranth.hdl import Mux, Signal, signed
+from amaranth.hdl import Mux, Signal, Value, signed
 
 from dtp.array import ArrayParams
 from dtp.config import BIAS_BITS, PRESETS, RESCALE_BITS, Config
@@ -29,17 +29,33 @@ def _fits(proof: Proof, value: Signal, bits: int) -> None:
     proof.check((value >= -(1 << (bits - 1))) & (value < 1 << (bits - 1)), "fits the accumulator")
 
 
+def _rescaled(acc: Signal, rescale: Signal) -> Value:
+    """The old sum shifted down: half of the last dropped place is added; a shift of 0 changes nothing."""
+    return (((acc << 1) >> rescale) + 1) >> 1
+
+
+def _rescales(config: Config, bits: int) -> Proof:
+    """A rescaled sum is never further from 0 than the sum was, whatever the shift: what :func:`_values` builds on."""
+    proof = Proof()
+    acc = proof.free(signed(bits + 1), "acc")
+    rounded = _rescaled(acc, proof.free(RESCALE_BITS, "rescale"))
+    proof.check(_no_further(rounded, acc), "no further from 0")
+    return proof
+
+
+def _no_further(value: Value, acc: Value) -> Value:
+    return Mux(acc < 0, (value <= 0) & (value >= acc), (value >= 0) & (value <= acc))
+
+
 def _values(config: Config, bits: int) -> Proof:
-    """P·V of one row and column: a block's sum is added to the rescaled old one."""
+    """P·V of one row and column: a block's sum is added to the rescaled old one, any value no further from 0."""
     c, proof = config, Proof()
     most = ((1 << c.probability_bits) - 1) * c.block << (c.operand_bits - 1)
     acc = Signal(signed(_WIDE), name="acc")
     blocks = Signal(range(c.max_blocks + 1), name="blocks")
     first = proof.free(1, "first")
-    rescale = proof.free(RESCALE_BITS, "rescale")
-    # Half of the last dropped place, and the bit below the number for a shift of 0.
-    rounded = Signal(signed(_WIDE), name="rounded")
-    proof.m.d.comb += rounded.eq((((acc << 1) >> rescale) + 1) >> 1)
+    rounded = proof.free(signed(_WIDE), "rounded")
+    proof.assume(_no_further(rounded, acc))
     proof.assume(first | ((blocks != 0) & (blocks != c.max_blocks)))
     proof.m.d.sync += [
         acc.eq(Mux(first, 0, rounded) + _value(proof, most, "sum")), blocks.eq(Mux(first, 1, blocks + 1)),
@@ -77,7 +93,7 @@ def _scores(config: Config, bits: int) -> Proof:
     return proof
 
 
-@pytest.mark.parametrize("build", [_values, _scores])
+@pytest.mark.parametrize("build", [_rescales, _values, _scores])
 @pytest.mark.parametrize("name", ["ecp5-85k"])
 def test_no_accumulator_overflows(name: str, build: object, tmp_path: Path) -> None:
     config = Config.load(name)
