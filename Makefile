@@ -27,7 +27,7 @@ demo: $(VENV)/base.stamp
 	$(BIN)/dtp demo
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check

@@ -6,6 +6,7 @@ out. ``prove`` writes it as RTLIL beside a job file, runs sby there and reads wh
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -213,8 +214,11 @@ def _links() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="dtp_formal_"))
     for name, package in _TOOLS.items():
         (folder / name).symlink_to(_tool(package))
-    # Its first run prints what the protocol between solver and smtbmc does not expect.
-    subprocess.run([str(folder / "boolector"), "--version"], check=True, capture_output=True, timeout=300)
+    # A first run compiles the tool, once for all processes; the solver's prints what smtbmc does not expect.
+    with (Path(tempfile.gettempdir()) / "dtp_formal.lock").open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        for name, argument in (("boolector", "--version"), ("yosys", "-V")):
+            subprocess.run([str(folder / name), argument], check=True, capture_output=True, timeout=600)
     return folder
 
 

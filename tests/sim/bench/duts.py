@@ -1,4 +1,4 @@
-"""Small stream processors with known behaviour, and with one fault each where asked for."""
+"""Small stream processors with known behaviour, which show one fault each while they are told to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from amaranth.back import verilog
-from amaranth.hdl import Array, Module, Signal, unsigned
+from amaranth.hdl import Array, Module, Mux, Signal, unsigned
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from numpy.typing import NDArray
@@ -29,15 +29,20 @@ class Fault(Enum):
     TAKES_INVALID = "takes-invalid"  # takes a beat whether or not it is valid
     DEAF = "deaf"  # answers the first beat with tlast and takes no more
 
+    @property
+    def number(self) -> int:
+        return list(Fault).index(self)
+
 
 class Pipeline(wiring.Component):
     """``stages`` registers; out = in XOR 0x5a in each byte, zero-extended or cut; tuser counts beats from 1.
 
-    An abort cycle forgets everything in the pipeline and restarts the count.
+    An abort cycle forgets everything in the pipeline and restarts the count. The last byte that was offered on input
+    in a beat's highest place is the number of a fault.
     """
 
-    def __init__(self, in_bytes: int, out_bytes: int, user_bits: int, stages: int, fault: Fault = Fault.NONE):
-        self.stages, self.fault = stages, fault
+    def __init__(self, in_bytes: int, out_bytes: int, user_bits: int, stages: int):
+        self.stages = stages
         super().__init__(
             {
                 "i": In(stream.Signature(data.StructLayout({"data": 8 * in_bytes, "last": 1}))),
@@ -52,24 +57,24 @@ class Pipeline(wiring.Component):
 
     def elaborate(self, platform: object) -> Module:
         m = Module()
-        fault = self.fault
         key = int.from_bytes(b"\x5a" * (len(self.i.payload.data) // 8), "little")
         source = stream.Signature(self.o.payload.shape()).create()
         count = Signal(len(self.o.payload.user))
-        take = self.i.ready if fault is Fault.TAKES_INVALID else self.i.valid & self.i.ready
-        drop = (count == 2) if fault is Fault.DROPS else 0
+        told, fault = Signal(8), Signal(8)
+        m.d.comb += fault.eq(Mux(self.i.valid, self.i.payload.data[-8:], told))
+        m.d.sync += told.eq(fault)
+        there = self.i.valid | (fault == Fault.TAKES_INVALID.number)
         m.d.comb += [
             source.payload.data.eq(self.i.payload.data ^ key),
             source.payload.user.eq(count + 1),
-            source.payload.last.eq(1 if fault is Fault.DEAF else self.i.payload.last),
-            source.valid.eq((1 if fault is Fault.TAKES_INVALID else self.i.valid) & ~drop),
+            source.payload.last.eq(self.i.payload.last | (fault == Fault.DEAF.number)),
+            source.valid.eq(there & ~((fault == Fault.DROPS.number) & (count == 2))),
             self.i.ready.eq(source.ready),
         ]
-        with m.If(take):
+        with m.If(there & self.i.ready):
             m.d.sync += count.eq(count + 1)
-        if fault is Fault.DEAF:
-            with m.If(count != 0):
-                m.d.comb += [self.i.ready.eq(0), source.valid.eq(0)]
+        with m.If((fault == Fault.DEAF.number) & (count != 0)):
+            m.d.comb += [self.i.ready.eq(0), source.valid.eq(0)]
         for _ in range(self.stages):
             stage = stream.Signature(self.o.payload.shape()).create()
             m.d.comb += source.ready.eq(~stage.valid | stage.ready)
@@ -83,18 +88,15 @@ class Pipeline(wiring.Component):
             self.o.valid.eq(source.valid),
             source.ready.eq(self.o.ready),
         ]
-        waited = Signal()
+        waited, again = Signal(), Signal()
         m.d.sync += waited.eq(self.o.valid & ~self.o.ready)
-        if fault is Fault.DEAD:
+        with m.If(fault == Fault.DEAD.number):
             m.d.comb += [self.o.valid.eq(0), source.ready.eq(1)]
-        elif fault is Fault.CHANGES:
-            with m.If(waited):
-                m.d.comb += self.o.payload.data.eq(~source.payload.data)
-        elif fault is Fault.WITHDRAWS:
-            with m.If(waited):
-                m.d.comb += [self.o.valid.eq(0), source.ready.eq(0)]
-        elif fault is Fault.EXTRA:
-            again = Signal()
+        with m.If((fault == Fault.CHANGES.number) & waited):
+            m.d.comb += self.o.payload.data.eq(~source.payload.data)
+        with m.If((fault == Fault.WITHDRAWS.number) & waited):
+            m.d.comb += [self.o.valid.eq(0), source.ready.eq(0)]
+        with m.If(fault == Fault.EXTRA.number):
             with m.If(self.o.valid & self.o.ready & self.o.payload.last):
                 m.d.sync += again.eq(1)
             with m.If(again):
@@ -151,7 +153,7 @@ def emit(component: Pipeline, folder: Path) -> Path:
 
 
 def expected(beats: NDArray[np.uint8], out_bytes: int) -> NDArray[np.uint8]:
-    """Output data of a faultless :class:`Pipeline`, uint8 (n, out_bytes)."""
+    """Output data of a :class:`Pipeline` without fault, uint8 (n, out_bytes)."""
     out = np.zeros((len(beats), out_bytes), dtype=np.uint8)
     width = min(out_bytes, beats.shape[1])
     out[:, :width] = beats[:, :width] ^ 0x5A
@@ -162,10 +164,10 @@ class Crossing(wiring.Component):
     """Several streams: ``o`` is ``wide`` with the data of ``i`` added to its low bits, one word of each at a time.
 
     ``sum`` counts the low bytes that came out, plus ``offset``. The five channels of AXI4-Lite reach four registers.
+    ``fault`` is the number of a fault.
     """
 
-    def __init__(self, wide_bits: int, fault: Fault = Fault.NONE):
-        self.fault = fault
+    def __init__(self, wide_bits: int):
         word = data.StructLayout({"data": unsigned(wide_bits), "last": unsigned(1)})
         super().__init__(
             {
@@ -173,6 +175,7 @@ class Crossing(wiring.Component):
                 "wide": In(stream.Signature(unsigned(wide_bits))),
                 "o": Out(stream.Signature(word)),
                 "offset": In(8),
+                "fault": In(range(len(Fault))),
                 "sum": Out(8),
                 "poke": In(WriteLayout(4, 32)),
                 "aw": In(stream.Signature(data.StructLayout({"addr": 4, "prot": 3}))),
@@ -187,9 +190,9 @@ class Crossing(wiring.Component):
         m = Module()
         fault = self.fault
         m.submodules.slice = out = RegisterSlice(self.o.payload.shape())
-        waited = Signal()
+        waited, again = Signal(), Signal()
         m.d.sync += waited.eq(self.o.valid & ~self.o.ready)
-        there = self.wide.valid if fault is Fault.TAKES_INVALID else self.i.valid & self.wide.valid
+        there = self.wide.valid & (self.i.valid | (fault == Fault.TAKES_INVALID.number))
         total = Signal(8)
         m.d.comb += [
             out.i.valid.eq(there),
@@ -204,19 +207,15 @@ class Crossing(wiring.Component):
         ]
         with m.If(self.o.valid & self.o.ready):
             m.d.sync += total.eq(total + self.o.payload.data[:8])
-        if fault is Fault.DEAD:
+        with m.If(fault == Fault.DEAD.number):
             m.d.comb += [self.o.valid.eq(0), out.o.ready.eq(1)]
-        elif fault is Fault.CHANGES:
-            with m.If(waited):
-                m.d.comb += self.o.payload.data.eq(~out.o.payload.data)
-        elif fault is Fault.WITHDRAWS:
-            with m.If(waited):
-                m.d.comb += [self.o.valid.eq(0), out.o.ready.eq(0)]
-        elif fault is Fault.DROPS:
-            with m.If(self.i.payload.last):
-                m.d.comb += out.i.valid.eq(0)
-        elif fault is Fault.EXTRA:
-            again = Signal()
+        with m.If((fault == Fault.CHANGES.number) & waited):
+            m.d.comb += self.o.payload.data.eq(~out.o.payload.data)
+        with m.If((fault == Fault.WITHDRAWS.number) & waited):
+            m.d.comb += [self.o.valid.eq(0), out.o.ready.eq(0)]
+        with m.If((fault == Fault.DROPS.number) & self.i.payload.last):
+            m.d.comb += out.i.valid.eq(0)
+        with m.If(fault == Fault.EXTRA.number):
             with m.If(self.o.valid & self.o.ready & self.o.payload.last):
                 m.d.sync += again.eq(1)
             with m.If(again):

@@ -19,6 +19,7 @@ from .duts import Fault, Pipeline, emit, expected
 IN_BYTES, OUT_BYTES, USER_BITS, STAGES = 5, 7, 33, 3
 RNG = np.random.default_rng(20)
 BEATS = RNG.integers(0, 256, (40, IN_BYTES), dtype=np.uint8)
+BEATS[:, -1] = Fault.NONE.number
 EVERY_FIELD = [
     "first_input_cycle",
     "inputs_taken",
@@ -31,8 +32,14 @@ EVERY_FIELD = [
 ]
 
 
-def component(fault: Fault = Fault.NONE) -> Pipeline:
-    return Pipeline(IN_BYTES, OUT_BYTES, USER_BITS, STAGES, fault)
+def component() -> Pipeline:
+    return Pipeline(IN_BYTES, OUT_BYTES, USER_BITS, STAGES)
+
+
+def faulty_beats(fault: Fault) -> np.ndarray:
+    beats = BEATS.copy()
+    beats[:, -1] = fault.number
+    return beats
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +47,8 @@ def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return emit(component(), tmp_path_factory.mktemp("verilog"))
 
 
-def run(backend: Backend, top: Path, job: StreamJob, fault: Fault = Fault.NONE) -> StreamResult:
-    return run_stream(component(fault) if backend is Backend.AMARANTH else top, job, backend, check=False)
+def run(backend: Backend, top: Path, job: StreamJob) -> StreamResult:
+    return run_stream(component() if backend is Backend.AMARANTH else top, job, backend, check=False)
 
 
 def assert_same(a: StreamResult, b: StreamResult) -> None:
@@ -139,23 +146,23 @@ def test_every_fault_is_tried() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.value)
-def test_faulty_device_turns_red(fault: Fault, tmp_path: Path) -> None:
+def test_faulty_device_turns_red(fault: Fault, top: Path) -> None:
     """On Amaranth's simulator and in Verilator, with one and the same verdict."""
     job = StreamJob(
-        BEATS, timeout_cycles=300, source_stall=0.3, sink_stall=0.3, seed=6, output_beats=len(BEATS)
+        faulty_beats(fault), timeout_cycles=300, source_stall=0.3, sink_stall=0.3, seed=6, output_beats=len(BEATS)
     )
-    slow = run(Backend.AMARANTH, tmp_path, job, fault)
+    slow = run(Backend.AMARANTH, top, job)
     with pytest.raises(StreamFault, match=re.escape(FAULTS[fault])):
         slow.check()
-    assert_same(run(Backend.BARE, emit(component(fault), tmp_path), job, fault), slow)
+    assert_same(run(Backend.BARE, top, job), slow)
 
 
 @pytest.mark.parametrize("fault", [Fault.DEAD, Fault.EXTRA, Fault.CHANGES], ids=lambda fault: fault.value)
-def test_cocotb_turns_red(fault: Fault, tmp_path: Path) -> None:
+def test_cocotb_turns_red(fault: Fault, top: Path) -> None:
     """The test inside the simulator judges for itself; any other verdict than the feeder's is an error."""
-    job = StreamJob(BEATS, timeout_cycles=300, sink_stall=0.3, seed=6)
+    job = StreamJob(faulty_beats(fault), timeout_cycles=300, sink_stall=0.3, seed=6)
     with pytest.raises(StreamFault):
-        run_stream(emit(component(fault), tmp_path), job)
+        run_stream(top, job)
 
 
 @pytest.mark.parametrize("backend", [Backend.COCOTB, Backend.AMARANTH], ids=lambda backend: backend.value)

@@ -59,7 +59,7 @@ def test_ports_are_found(top: Path) -> None:
         "s_axil_ar": (True, {"addr": 4, "prot": 3}),
         "s_axil_r": (False, {"data": 32, "resp": 2}),
     }
-    assert (design.inputs, design.outputs) == ({"offset": 8}, {"sum": 8})
+    assert (design.inputs, design.outputs) == ({"offset": 8, "fault": 3}, {"sum": 8})
 
 
 @pytest.mark.parametrize("gap", [1, 4])
@@ -127,10 +127,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.value)
-def test_faulty_device_turns_red(fault: Fault, tmp_path: Path) -> None:
-    broken = emit_unit(Crossing(BITS, fault), tmp_path)
+def test_faulty_device_turns_red(fault: Fault, top: Path) -> None:
     with pytest.raises(StreamFault, match=FAULTS[fault]) as raised:
-        run_channels(broken, job(broken, stall=0.3, seed=6))
+        run_channels(top, job(top, stall=0.3, seed=6, plain={"fault": fault.number}))
     assert isinstance(raised.value.result, ChannelResult)
 
 
@@ -154,7 +153,7 @@ def test_misuse_is_named(top: Path, tmp_path: Path) -> None:
     for changes, message in (
         ({"inputs": {"s_axis_x": Source()}}, "ChannelJob.inputs must be of s_axil_ar, s_axil_aw, "),
         ({"outputs": {"s_axis": Sink()}}, "ChannelJob.outputs must be of m_axis, s_axil_b, s_axil_r, not 's_axis'"),
-        ({"plain": {"sum": 1}}, "ChannelJob.plain must be of offset, not 'sum'"),
+        ({"plain": {"sum": 1}}, "ChannelJob.plain must be of fault, offset, not 'sum'"),
         ({"plain": {"offset": 256}}, "ChannelJob.plain['offset'] must be unsigned of 8 bits, not 256"),
         ({"inputs": {"s_axis": Source([(1 << 17, 0)])}}, "records[0] must be unsigned of 17 bits, not 131072"),
         ({"inputs": {"s_axis": Source([(1, -1)])}}, "records[0] must be offered from cycle 0 or later, not -1"),
