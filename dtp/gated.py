@@ -355,11 +355,15 @@ def quantise_geometry(config: Config, workload: Workload, source: Source, *, see
     if workload.connection_a is None or workload.connection_b is None:
         raise must("Workload", "connection_a", "there for scores of holonomy", None)
     if workload.transport is not TransportKind.CAYLEY:
-        raise must("Workload", "transport", "cayley for scores of holonomy", workload.transport)
+        kind = None if workload.transport is None else workload.transport.value
+        raise must("Workload", "transport", "cayley for scores of holonomy", kind)
     torsion = () if workload.torsion_l is None else (workload.torsion_l, workload.torsion_r, workload.torsion_gate)
     columns, _ = connection_columns(workload.connection_a, workload.connection_b, *torsion, cayley=True)
     columns = columns[:, :tokens]
     heads, _, width, k = columns.shape
+    if k > config.transport_columns:
+        rule = f"of at most {config.transport_columns} columns with connection_b and torsion"
+        raise must("Workload", "connection_a", rule, k)
     flat = quantise_solve(config, MiddleMode.CAYLEY, columns.reshape(-1, width, k))
     if workload.probe is not None and workload.probe.shape[1] != 1:
         raise must("Workload", "probe", "one a head with the unit gated", workload.probe.shape[1])

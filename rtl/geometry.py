@@ -91,8 +91,8 @@ class Geometry(wiring.Component):
     busy: Out(1), a run is inside; drained: Out(1), none is, and no row is left
     error: Out(:class:`dtp.gated.GeometryError`), the first since reset or ``clear``
     failed: Out(1), a run was refused since then
-    transport_error: Out(3), saturations: Out(16), of the newest run with holonomy
-    field_error, field_saturated, pruner_error: Out, since reset or ``clear``
+    saturations: Out(16), of the newest run with holonomy
+    transport_error: Out(3), flags; field_error, field_saturated, pruner_error: Out; since reset or ``clear``
     kept, legal: Out(32), blocks; skipped, heads: Out(16), heads; since then
     """
 
@@ -141,7 +141,6 @@ class Geometry(wiring.Component):
             pruner.i_holonomy.payload.last.eq(field.o.payload.end),
             field.o.ready.eq(pruner.i_holonomy.ready),
             self.drained.eq(~self.busy & queue.empty),
-            self.transport_error.eq(core.error),
             self.saturations.eq(core.saturations),
             self.field_error.eq(field.error),
             self.field_saturated.eq(field.saturated),
@@ -150,6 +149,11 @@ class Geometry(wiring.Component):
             pruner.clear.eq(self.clear),
         ]
 
+        # The engine's own flags are those of its job; here they stay.
+        with m.If(self.clear):
+            m.d.sync += self.transport_error.eq(0)
+        with m.Elif(~core.idle):
+            m.d.sync += self.transport_error.eq(self.transport_error | core.error)
         fields, start, probes, probe_memory = self._load(m, core, table, queue)
         self._heads(m, fields, start, pruner)
         self._transports(m, fields, start, core, field, probes, probe_memory)

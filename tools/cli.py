@@ -441,7 +441,7 @@ def _model_rows(result: verbs.SimulateResult) -> list[tuple[str, str]]:
         rows += [
             (f"kept, by {result.source}", share),
             ("cycles without a gate", f"{result.cycles_dense}, ratio {result.cycles_ratio:.4f}"),
-            ("output error against dense", f"{result.output_error:.4g}"),
+            ("output error against dense", f"{math.sqrt(result.output_error):.4g}"),
         ]
     rows += [(f"stalled: {name.replace('_', ' ')}", f"{count} cycles") for name, count in result.stalls.items()]
     saturated = (result.score_saturations, result.lift_saturations, result.output_saturations)

@@ -17,6 +17,7 @@ from dtp.attention import golden
 from dtp.config import Config
 from dtp.errors import must
 from dtp.gated import (
+    GatedParams,
     GateResult,
     Geometry,
     GoldenGate,
@@ -74,6 +75,13 @@ class GatePolicy:
         ------
         DtpError: more than one way to choose, or a value that the pruner refuses.
         """
+        for name, value, low, high in (
+            ("theta", self.theta, 0, _LARGEST), ("budget", self.budget, 1, GatedParams(config).max_blocks),
+        ):  # fmt: skip
+            if value is not None and not low <= value <= high:
+                raise must("GatePolicy", name, f"in {low}…{high}", value)
+        if self.kept is not None and not 0 < self.kept <= 1:
+            raise must("GatePolicy", "kept", "more than 0 and at most 1", self.kept)
         chosen = [name for name in ("kept", "theta", "budget") if getattr(self, name) is not None]
         if len(chosen) > 1:
             raise must("GatePolicy", chosen[0], f"absent where {chosen[1]} is given", getattr(self, chosen[0]))

@@ -20,6 +20,7 @@ from dtp.gated import (
 from dtp.job import StatusRecord, output_beats, status_beats
 from dtp.pruner import Aggregation, Band, PrunerError, PrunerSettings, Source
 from dtp.registers import Response, gated_registers
+from dtp.solve import TransportError
 from sim.cycles.gated import predict_gated
 from tests.gated import (
     START,
@@ -60,7 +61,10 @@ def spoiled(gated: Gated, byte: int, value: int) -> np.ndarray:
     ("byte", "value", "code"),
     [
         (0, 0, GeometryError.MAGIC), (2, 7, GeometryError.VERSION), (3, 0, GeometryError.FLAGS),
-        (6, 17, GeometryError.HEADS), (8, 65, GeometryError.TOKENS), (12, 32, GeometryError.SHIFT),
+        (3, 0x14, GeometryError.FLAGS), (3, 6, GeometryError.WORDS), (6, 0, GeometryError.HEADS),
+        (6, 17, GeometryError.HEADS), (8, 0, GeometryError.TOKENS), (8, 65, GeometryError.TOKENS),
+        (12, 32, GeometryError.SHIFT), (13, 32, GeometryError.SHIFT), (19, 0x80, GeometryError.SHIFT),
+        (34, 16, GeometryError.SHIFT),
     ],
 )  # fmt: skip
 def test_after_a_refused_run_jobs_keep_every_block_until_it_is_cleared(
@@ -350,6 +354,35 @@ def test_saturations_are_those_of_states_that_count() -> None:
     saturations, error = registers_read(TINY, accesses, result)
     assert saturations["count"] == gate.saturations
     assert error["transport"] == gate.transport_error and error["saturated"] == gate.field_saturated
+
+
+def test_errors_of_the_engine_stay_over_runs_until_clear() -> None:
+    """Factors and probes at their limits in the first run, a second without an error."""
+    settings = PrunerSettings.open(Source.HOLONOMY)
+    good = Gated.of(TINY, workload(TINY, 26, tokens=9, heads=2), settings)
+    assert good.geometry.probes is not None and good.geometry.factors is not None
+    bad = replace(
+        good.geometry,
+        probes=np.where(good.geometry.probes < 0, -(1 << 15), (1 << 15) - 1),
+        factors=np.where(good.geometry.factors < 0, -127, 127),
+    )
+    wanted = GoldenGate(TINY).run(bad, settings).transport_error
+    assert wanted is TransportError.RANGE and good.gate.transport_error is TransportError.NONE
+    accesses = [
+        *settings_of(TINY, settings),
+        *read("error", "status", cycle=2 * LATE),
+        Access(register(TINY, "control"), 2 * LATE + 20, 1),
+        *read("error", "status", cycle=2 * LATE + 100),
+    ]
+    result = drive(
+        TINY,
+        runs=[(geometry.beats(TINY), START) for geometry in (bad, good.geometry)],
+        jobs=[(head, START) for head in (*good.plain, *good.plain)],
+        accesses=accesses,
+    )
+    error, status, cleared, after = registers_read(TINY, accesses, result)
+    assert error["transport"] == wanted and status["failed"]
+    assert not any(cleared.values()) and not after["failed"]
 
 
 def test_a_run_waits_while_256_rows_are_untaken() -> None:

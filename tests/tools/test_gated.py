@@ -76,9 +76,9 @@ def test_models_hold_the_masks_that_the_walk_sees() -> None:
     [
         (GatePolicy(kept=0.5, theta=3), r"^GatePolicy\.kept must be absent where theta is given, not 0\.5$"),
         (GatePolicy(weight=3), r"^PrunerSettings\.weight must be 0 without source BOTH, not 3$"),
-        (GatePolicy(budget=9), r"^PrunerSettings\.budget must be at most max_blocks 8, not 9$"),
-        (GatePolicy(theta=-1), r"^PrunerSettings\.theta_low must be from 0 to 65535 with gate THRESHOLD, not -1$"),
-        (GatePolicy(kept=0.0), r"^threshold_for\.kept must be more than 0 and at most 1, not 0\.0$"),
+        (GatePolicy(budget=9), r"^GatePolicy\.budget must be in 1…8, not 9$"),
+        (GatePolicy(theta=-1), r"^GatePolicy\.theta must be in 0…65535, not -1$"),
+        (GatePolicy(kept=0.0), r"^GatePolicy\.kept must be more than 0 and at most 1, not 0\.0$"),
     ],
 )
 def test_policies_that_are_refused(policy: GatePolicy, message: str) -> None:

@@ -61,7 +61,7 @@ def result_of(row: Row, measured: Measured, wall_s: float) -> Result:
 
 def command_of(row: Row) -> str:
     """What measures a row again."""
-    return f"python -m tools.bench --row {row.name}"
+    return f".venv/bin/python -m tools.bench --row {row.name}"
 
 
 def commit() -> str:
@@ -139,8 +139,8 @@ def markdown(results: Mapping[str, Result]) -> str:
     lines = [
         "# Results",
         "",
-        "Written by `make bench` (`python -m tools.bench`); not edited by hand. `tools/cases.toml` holds the cases,",
-        "`budget.md` the budget, `results.json` the same figures for programs.",
+        "Written by `make bench` (`.venv/bin/python -m tools.bench`); not edited by hand. `tools/cases.toml` holds",
+        "the cases, `budget.md` the budget, `results.json` the same figures for programs.",
         "",
         "| what | reach | budget | measured | met |",
         "|---|---|---|---|---|",
