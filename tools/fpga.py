@@ -352,7 +352,7 @@ def place_and_route(
     ----------
     freq_mhz: what placer and router aim at; missing it is no error.
     seed, seeds: ``seeds`` runs from seed ``seed`` on; the fastest is reported, ``seed_runs`` lists all.
-    router: ``None`` picks `Router.ROUTER1` up to 12,000 LUT4 and `Router.ROUTER2` above.
+    router: ``None`` picks `Router.ROUTER1` up to 20,000 LUT4 and `Router.ROUTER2` above.
 
     The other parameters and the errors are those of `synthesise`. A design that does not fit is
     refused before it is placed.
@@ -395,7 +395,7 @@ def place_and_route(
         )
 
 
-_ROUTER1_LIMIT_LUT4 = 12_000
+_ROUTER1_LIMIT_LUT4 = 20_000
 _ROUTED_SHARES = (0.95, 0.85, 0.7)
 """Shares of the frequency promised by the placement: what router 2 is asked for first, then where that did not end."""
 _ROUND = re.compile(r"Info:\s+iter=(\d+) ")
