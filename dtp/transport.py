@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -608,8 +609,9 @@ def quantise_solve(config: Config, mode: MiddleMode, v: ArrayLike) -> QuantisedF
             raise must("quantise_solve", "v", "of pairs of columns in mode cayley", real.shape)
         real = balanced_pairs(real)
     choices = ((wide, headroom) for wide in (False, True) for headroom in range(_MAX_HEADROOM + 1))
-    found = [_solve_factors(config, mode, real, *choice) for choice in choices]
-    return next((factors for factors in found if factors.unit >= LEAST_UNIT), found[0])
+    made = (_solve_factors(config, mode, real, *choice) for choice in choices)
+    first = next(made)
+    return next((factors for factors in chain([first], made) if factors.unit >= LEAST_UNIT), first)
 
 
 def _solve_factors(config: Config, mode: MiddleMode, real: Real, wide: bool, headroom_bits: int) -> QuantisedFactors:
