@@ -145,9 +145,7 @@ class FieldCycles:
                 self._begin(now + 1)
             else:
                 self._free_from = now + 1
-        if final:
-            pass
-        elif self._steps_left and now >= self._words_from and word_valid:
+        if not final and self._steps_left and now >= self._words_from and word_valid:
             assert self._newest is not None
             self._steps_left -= 1
             word_taken = self._steps_left % p.word_steps == 0
@@ -156,7 +154,7 @@ class FieldCycles:
                 self._complete.append(now + p.product_cycles + 2)
             if not self._steps_left:
                 self._job_free = now + 1
-        elif self._gram_left and now >= self._start and self._there <= now:
+        elif not final and self._gram_left and now >= self._start and self._there <= now:
             self._gram_left -= 1
             if not self._gram_left:
                 self._gram_known, self._gram_done = True, now + p.product_cycles + 1
