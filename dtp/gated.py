@@ -96,7 +96,7 @@ class GeometryError(enum.IntEnum):
     CUT = 8
     """``last`` came in the descriptor."""
     EARLY_LAST = 16
-    """``last`` came before the run's last beat; the beats that were missing were taken as 0."""
+    """``last`` came before the run's last beat; its beat was taken for those that were missing too."""
     LATE_LAST = 32
     """``last`` did not come with the run's last beat; the beats up to ``last`` were dropped."""
 

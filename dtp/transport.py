@@ -180,12 +180,12 @@ class TransportParams:
     @property
     def output_cycles(self) -> int:
         """From the issue of a word's last tile to the word at the output, if nothing is waited for."""
-        return self.product_cycle + self.column_levels + 4
+        return self.product_cycle + self.column_levels + 5
 
     @property
     def output_depth(self) -> int:
         """Output words that can wait, those on the way included; more than :attr:`output_cycles`."""
-        return 16
+        return 64
 
     @property
     def gram_product_cycles(self) -> int:

@@ -190,6 +190,7 @@ class Geometry(wiring.Component):
         fields |= {one.name: fields["flags"][one.bit] for one in FLAGS}
         fault = Signal(GeometryError)
         m.d.sync += fault.eq(self._fault(fields))
+        fields["heads"] = fields["heads"][: MAX_HEADS.bit_length()]
         blocks_less_1 = ((fields["tokens"] - 1) >> (c.block.bit_length() - 1))[: p.pruner.index_bits]
         fields["last_block"] = last_block = Signal(p.pruner.index_bits)
         fields["last_word"] = Signal(range(max(2, p.max_words)))
@@ -201,14 +202,12 @@ class Geometry(wiring.Component):
         ]
 
         state, following = Signal(State), Signal(State)
-        ended, valid, start = Signal(), Signal(), Signal()
+        ended, start = Signal(), Signal()
         step = Signal(range(MAX_HEADS + 1))
         step_last = Signal()
         self._tokens = Signal(range((MAX_HEADS + 1) * p.max_tokens + 1))
-        m.d.comb += [step_last.eq(step == fields["heads"]), valid.eq(ended | source.o.valid)]
-        content = Signal(bits)
-        m.d.comb += content.eq(Mux(ended, 0, beat))
-
+        # A last beat that comes early stays where it is and stands for those that are missing.
+        m.d.comb += step_last.eq(step == fields["heads"])
         # Words of several beats, the lowest first.
         longest = max(p.probe_beats, p.factor_beats)
         before = Signal((longest - 1) * bits, reset_less=True)
@@ -226,7 +225,7 @@ class Geometry(wiring.Component):
         contents = {}
         for name, parts in (("probe", p.probe_beats), ("factor", p.factor_beats)):
             m.d.comb += whole[name].eq(count == parts - 1)
-            contents[name] = Cat(before[len(before) - (parts - 1) * bits :], content)
+            contents[name] = Cat(before[len(before) - (parts - 1) * bits :], beat)
 
         # Tables: a score a beat.
         score_row, score_column = Signal(p.pruner.index_bits), Signal(p.pruner.index_bits)
@@ -234,7 +233,7 @@ class Geometry(wiring.Component):
         m.d.comb += [
             column_last.eq(score_column == last_block),
             score_last.eq(column_last & (score_row == last_block)),
-            table.i.payload.score.eq(content),
+            table.i.payload.score.eq(beat),
             table.i.payload.last.eq(score_last),
         ]
 
@@ -282,8 +281,8 @@ class Geometry(wiring.Component):
                     ]
             with m.Case(State.TABLE):
                 m.d.comb += [
-                    table.i.valid.eq(valid),
-                    taken.eq(valid & table.i.ready),
+                    table.i.valid.eq(source.o.valid),
+                    taken.eq(source.o.valid & table.i.ready),
                     finished.eq(score_last & ~fields["holonomy"] & step_last),
                 ]
                 with m.If(taken):
@@ -295,15 +294,15 @@ class Geometry(wiring.Component):
                         with m.If(~fields["holonomy"]):
                             m.d.comb += section_end.eq(1)
             with m.Case(State.PROBE):
-                m.d.comb += [taken.eq(valid & probe_free), memory.write.en.eq(taken & whole["probe"])]
+                m.d.comb += [taken.eq(source.o.valid & probe_free), memory.write.en.eq(taken & whole["probe"])]
                 with m.If(taken & whole["probe"]):
                     m.d.sync += word.eq(Mux(probe_last, 0, word + 1))
                     with m.If(probe_last):
                         m.d.sync += [state.eq(State.FACTORS), probes.eq(probes + 1)]
             with m.Case(State.FACTORS):
                 m.d.comb += [
-                    core.factors.valid.eq(valid & whole["factor"]),
-                    taken.eq(valid & (~whole["factor"] | core.factors.ready)),
+                    core.factors.valid.eq(source.o.valid & whole["factor"]),
+                    taken.eq(source.o.valid & (~whole["factor"] | core.factors.ready)),
                     finished.eq(whole["factor"] & factor_last & token_last & step_last),
                 ]
                 with m.If(taken & whole["factor"]):
@@ -318,16 +317,16 @@ class Geometry(wiring.Component):
                 with m.If(source.o.valid & beat_last):
                     m.d.sync += state.eq(State.DESCRIPTOR)
         with m.If(taken):
-            m.d.comb += source.o.ready.eq(~ended)
+            m.d.comb += source.o.ready.eq(~beat_last | finished)
             m.d.sync += ended.eq(ended | beat_last)
             if longest > 1:
-                m.d.sync += before.eq(Cat(before, content)[-len(before) :])
+                m.d.sync += before.eq(Cat(before, beat)[-len(before) :])
             with m.If(state != State.TABLE):
                 m.d.sync += count.eq(Mux(Mux(state == State.PROBE, whole["probe"], whole["factor"]), 0, count + 1))
         with m.If(section_end):
             m.d.sync += [step.eq(step + 1), state.eq(State.PASS)]
             with m.If(finished):
-                m.d.sync += state.eq(Mux(ended | beat_last, State.DESCRIPTOR, State.DROP))
+                m.d.sync += state.eq(Mux(beat_last, State.DESCRIPTOR, State.DROP))
         with m.If(self.clear):
             m.d.sync += [self.error.eq(GeometryError.NONE), self.failed.eq(0)]
         with m.Elif(taken & ~ended & (beat_last != finished) & (self.error == GeometryError.NONE)):

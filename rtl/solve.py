@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from amaranth.hdl import Array, Cat, Const, Module, Mux, Shape, Signal, Value, signed, unsigned
+from amaranth.hdl import Cat, Const, Module, Mux, Shape, Signal, Value, signed, unsigned
 from amaranth.lib import data, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
@@ -41,7 +41,7 @@ from dtp.transport import TransportParams
 from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Multiplier, Target
-from rtl.lib.reduce import index_bits
+from rtl.lib.reduce import index_bits, registered_choice
 
 __all__ = ["JobLayout", "SolveLane"]
 
@@ -274,13 +274,10 @@ class SolveLane(wiring.Component):
             m.d.sync += amount.eq(PRODUCT_SHIFT)
 
         # Shift, one bit more for the rounding: by eights at 8, by ones at 9. Sum with c at 10, saturated at 11.
-        coarse = Signal(signed(p.shifted_bits + 1), reset_less=True)
         fine = Signal(signed(p.shifted_bits + 1), reset_less=True)
         doubled = Cat(Const(0, 1), total).as_signed()
-        with m.Switch(amount[3:]):
-            for n in range(4):
-                with m.Case(n):
-                    m.d.sync += coarse.eq(doubled >> (8 * n))
+        by_eights = [(amount[3:] == n, doubled >> (8 * n)) for n in range(4)]
+        coarse = registered_choice(m, "coarse", signed(p.shifted_bits + 1), by_eights)
         m.d.sync += fine.eq(coarse >> delayed(m, "fine_amount", amount[:3], 1)[1])
         # A shifted value of more than 19 bits leaves the range whatever c is.
         negative = stage["negative"][9]
@@ -402,7 +399,9 @@ class SolveLane(wiring.Component):
 
         # Projections: words of four columns.
         slot, group, column = op.a0[3], op.a0[2], op.a0[:2]
-        words = []
+        words: list[tuple[Value, Value]] = []
+        column_3, slot_3 = (delayed(m, f"word_{part}", of, 1)[1] for part, of in (("column", column), ("slot", slot)))
+        shown = delayed(m, "shown", Mux(slot, job.transposed, job.plain), 1)[1] & stage["load_projection"][3]
         for vector in range(p.vectors):
             memory = BlockMemory(
                 m, f"projections_{vector}", self.project[vector].shape(), 4 * _CONTEXTS, target=self._target
@@ -414,13 +413,10 @@ class SolveLane(wiring.Component):
                 memory.write.data.eq(self.project[vector]),
                 memory.address.eq(Cat(group, slot, context)),
             ]
-            words.append(delayed(m, f"word_{vector}", memory.data, 1)[1])
-        chosen = Array(words)[delayed(m, "word_slot", slot, 2)[2]] if p.vectors == 2 else words[0]
+            mine = shown & (slot_3 == vector) if p.vectors == 2 else shown
+            words += [(mine & (column_3 == n), memory.data[n]) for n in range(TILE_COLUMNS)]
         projection = Signal(signed(p.sum_bits), reset_less=True)
-        used = Mux(slot, job.transposed, job.plain)
-        shown = delayed(m, "shown", used, 2)[2] & stage["load_projection"][4]
-        column_4 = delayed(m, "word_column", column, 2)[2]
-        m.d.sync += projection.eq(Mux(shown, chosen.word_select(column_4, p.sum_bits).as_signed(), 0))
+        m.d.sync += projection.eq(registered_choice(m, "word", signed(p.sum_bits), words))
         gram = Signal(signed(p.gram_bits), reset_less=True)
         m.d.sync += gram.eq(Mux(stage["load_gram"][4], entry, 0))
 
@@ -509,15 +505,14 @@ class SolveLane(wiring.Component):
         with m.Elif(forming):
             m.d.sync += count.eq(count + 1)
         order = sorted(range(_PAIRS), key=lambda n: (GRAM_PAIRS[n][0] != GRAM_PAIRS[n][1], n))
-        value = Signal(signed(p.gram_sum_bits), reset_less=True)
+        given = [(count == n, sums[pair]) for n, pair in enumerate(order)]
+        value = registered_choice(m, "value", signed(p.gram_sum_bits), given)
         i, j = Signal(2, reset_less=True), Signal(2, reset_less=True)
         place = Signal(4, reset_less=True)
         with m.Switch(count):
             for n, pair in enumerate(order):
                 with m.Case(n):
-                    m.d.sync += [
-                        value.eq(sums[pair]), place.eq(pair), i.eq(GRAM_PAIRS[pair][0]), j.eq(GRAM_PAIRS[pair][1]),
-                    ]  # fmt: skip
+                    m.d.sync += [place.eq(pair), i.eq(GRAM_PAIRS[pair][0]), j.eq(GRAM_PAIRS[pair][1])]
         valids = delayed(m, "form_valid", forming, 3, reset_less=False)
         ends = delayed(m, "form_end", forming & last & (count == _PAIRS - 1), 3, reset_less=False)
         places = delayed(m, "form_place", Cat(place, phase, context), 2)

@@ -24,7 +24,8 @@ from dtp.transport import (
 from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import LogicMultiplier, MultiplexedAdder, Multiplier, Target
-from rtl.lib.streams import RegisterSlice, StreamQueue
+from rtl.lib.reduce import count_ones, index_bits, registered_choice
+from rtl.lib.streams import PrefetchQueue, RegisterSlice
 from rtl.solve import JobLayout, SolveLane
 
 __all__ = ["Transport", "TransportCore", "TransportOutputLayout"]
@@ -186,7 +187,7 @@ class TransportCore(wiring.Component):
             m.d.sync += count.eq(count + buffer.token - begin_project)
             m.d.comb += available[n].eq(count.any())
         done = Signal()
-        lane_bits = _bits(len(lanes))
+        lane_bits = index_bits(len(lanes))
         lane_done = Array([lane.done for lane in lanes])[expand_context[:lane_bits]] if lane_bits else lanes[0].done
         m.d.comb += done.eq(lane_done.bit_select(expand_context[lane_bits:], 1))
         m.d.sync += [
@@ -401,11 +402,11 @@ class TransportCore(wiring.Component):
         """Sums over the columns, one word of outputs for each row of tiles, and their queue."""
         p = self.params
         cycle = p.product_cycle + p.column_levels
-        states = delayed(m, "state", vectors.as_value(), cycle + 1 - p.operand_cycle)[-1]
+        # Those that are not added are cleared by the reset of their last register.
+        before = delayed(m, "state", vectors.as_value(), cycle - p.operand_cycle)[-1]
+        states = registered_choice(m, "added", len(before), [(job.identity | job.base, before)])
         results: list[Value] = []
         over: list[Value] = []
-        added = Signal()
-        m.d.comb += added.eq(job.identity | job.base)
         for v in range(p.vectors):
             for r in range(p.tile_rows):
                 name = f"{v}_{r}"
@@ -417,7 +418,7 @@ class TransportCore(wiring.Component):
                 state = states[(v * p.tile_rows + r) * STATE_BITS :][:STATE_BITS].as_signed()
                 exact = Signal(signed(p.expand_bits), name=f"exact_{name}", reset_less=True)
                 half = 1 << (p.expand_shift - 1)
-                front = Cat(Const(half, p.expand_shift), Mux(added, state, 0)).as_signed()
+                front = Cat(Const(half, p.expand_shift), state).as_signed()
                 m.d.sync += exact.eq(front - held)
                 shifted = exact >> p.expand_shift
                 high = shifted[STATE_BITS - 1 :]
@@ -433,7 +434,7 @@ class TransportCore(wiring.Component):
         # A slot that is not in use gives m = 0 and has the state 0.
         count = Signal(range(len(over) + 1), reset_less=True)
         counted = delayed(m, "counted", valid, 1, reset_less=False)[1]
-        m.d.sync += count.eq(_ones(over))
+        m.d.sync += count.eq(count_ones(Cat(over)))
         total = self.saturations + count
         with m.If(start):
             m.d.sync += self.saturations.eq(0)
@@ -441,7 +442,7 @@ class TransportCore(wiring.Component):
             m.d.sync += self.saturations.eq(Mux(total[16:].any(), 0xFFFF, total[:16]))
 
         layout = TransportOutputLayout(p)
-        m.submodules.outputs = queue = StreamQueue(layout, p.output_depth)
+        m.submodules.outputs = queue = PrefetchQueue(layout, p.output_depth, target=self._target)
         words = Signal(range(p.output_depth + 1))
         taken = Signal()
         left = Signal(16)
@@ -473,7 +474,7 @@ class TransportCore(wiring.Component):
     ) -> None:
         """Products of all pairs of columns of two tiles, summed over the words of a token."""
         p = self.params
-        lane_bits = _bits(len(lanes))
+        lane_bits = index_bits(len(lanes))
         squares = self.config.factor_bits == 8
 
         # Steps: gram_cycles cycles for a word, which read the tiles p and q in the first two.
@@ -481,7 +482,7 @@ class TransportCore(wiring.Component):
         available, in_flight = Signal(_POINTER), Signal(range(p.contexts + 1))
         context, current = Signal(range(p.contexts)), Signal(range(p.contexts))
         minimum = Mux(job.last_group, p.min_gram_phase(2), p.min_gram_phase(1))
-        row_bits = _bits(p.gram_cycles)
+        row_bits = index_bits(p.gram_cycles)
         cycle, word, phase = Signal(row_bits), Signal(len(job.last_word)), Signal(2)
         count, waited = Signal(range(p.min_gram_phase(2) + 1)), Signal()
         base, row = Signal(_ADDRESS), Signal(_ADDRESS)
@@ -557,8 +558,8 @@ class TransportCore(wiring.Component):
             choices = [
                 Cat(held[n * p.gram_rows + r].as_value() for r in range(p.gram_rows)) for n in range(p.gram_cycles)
             ]
-            selected = Signal(len(choices[0]), name=f"gram_rows_{name}", reset_less=True)
-            m.d.sync += selected.eq(Array(choices)[cycles[5]])
+            in_turn = [(cycles[5] == n, rows) for n, rows in enumerate(choices)]
+            selected = registered_choice(m, f"gram_rows_{name}", len(choices[0]), in_turn)
             lanes_of_rows = [
                 [selected[(r * TILE_COLUMNS + c) * bits :][:bits].as_signed() for c in range(TILE_COLUMNS)]
                 for r in range(p.gram_rows)
@@ -875,15 +876,3 @@ def _tree(m: Module, name: str, terms: list[Value]) -> Value:
             following.append(register)
         terms = following
     return terms[0]
-
-
-def _ones(values: list[Value]) -> Value:
-    """How many are 1, as a tree."""
-    while len(values) > 1:
-        values = [values[n] + values[n + 1] if n + 1 < len(values) else values[n] for n in range(0, len(values), 2)]
-    return values[0]
-
-
-def _bits(count: int) -> int:
-    """Bits of a number below ``count``; 0 for 1."""
-    return (count - 1).bit_length()

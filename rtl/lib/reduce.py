@@ -1,10 +1,14 @@
-"""Many values to one: a choice, a registered sum, a count of ones; and the bits of an index."""
+"""Many values to one: a choice, with registers or without, a registered sum, a count of ones; and the bits of an index."""
 
 from __future__ import annotations
 
-from amaranth.hdl import Const, Module, Mux, Signal, Value
+from collections.abc import Iterable
 
-__all__ = ["choose", "count_ones", "index_bits", "sum_tree"]
+from amaranth.hdl import Const, Module, Mux, ShapeLike, Signal, Value
+
+from dtp.errors import must
+
+__all__ = ["choose", "count_ones", "index_bits", "registered_choice", "sum_tree"]
 
 
 def choose(values: list[Value], index: Value) -> Value:
@@ -14,6 +18,29 @@ def choose(values: list[Value], index: Value) -> Value:
         values = [Mux(index[bit], values[n + 1], values[n]) for n in range(0, len(values), 2)]
         bit += 1
     return values[0]
+
+
+def registered_choice(m: Module, name: str, shape: ShapeLike, choices: Iterable[tuple[Value, Value]]) -> Value:
+    """The value whose condition holds, a cycle later; 0 when none does. At most one may.
+
+    A register for every value is cleared unless its condition holds, which is the reset input of a flip-flop and no
+    logic; what is left is an OR: for four values a LUT4 a bit, where a multiplexer takes three.
+
+    Parameters
+    ----------
+    m: module that gets the registers
+    name: of the registers
+    shape: of the result; values are extended to it
+    choices: condition and value, side by side
+    """
+    joined: Value | None = None
+    for n, (condition, value) in enumerate(choices):
+        register = Signal(shape, name=f"{name}_{n}", reset_less=True)
+        m.d.sync += register.eq(Mux(condition, value, 0))
+        joined = register if joined is None else joined | register
+    if joined is None:
+        raise must("registered_choice", "choices", "at least one", 0)
+    return joined
 
 
 def sum_tree(m: Module, name: str, values: list[Value]) -> Value:

@@ -13,7 +13,7 @@ from dtp.errors import must
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Target
 
-__all__ = ["BlockQueue", "ForwardRegister", "RegisterSlice", "StreamQueue"]
+__all__ = ["BlockQueue", "ForwardRegister", "PrefetchQueue", "RegisterSlice", "StreamQueue"]
 
 
 class RegisterSlice(wiring.Component):
@@ -134,6 +134,56 @@ class StreamQueue(wiring.Component):
         m.d.sync += [
             written.eq(written + write.en),
             taken.eq(taken + (self.o.valid & self.o.ready)),
+        ]
+        return m
+
+
+class PrefetchQueue(wiring.Component):
+    """First in, first out, in block memory: latency :data:`LATENCY`, a payload a cycle.
+
+    The next payload is read while the one before is offered. It comes from the memory without a register.
+    ``i.ready`` is low while ``depth`` payloads wait; it does not depend on ``o.ready``.
+
+    Parameters
+    ----------
+    shape: of the payload
+    depth: payloads that can wait, a power of two from 2 to 4096
+    target: what the memory is for
+
+    Members
+    -------
+    i: In(stream)
+    o: Out(stream)
+    """
+
+    LATENCY = 2
+    """From the cycle in which a payload is taken to the first in which it is offered."""
+
+    def __init__(self, shape: Any, depth: int, *, target: Target = Target.GENERIC) -> None:
+        if not 2 <= depth <= 4096 or depth & (depth - 1):
+            raise must("PrefetchQueue", "depth", "a power of two from 2 to 4096", depth)
+        self.depth = depth
+        self._target = target
+        super().__init__({"i": In(stream.Signature(shape)), "o": Out(stream.Signature(shape))})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        memory = BlockMemory(m, "payloads", Shape.cast(self.i.payload.shape()), self.depth, target=self._target)
+        # One bit more than an address tells full from empty.
+        written, taken, following = (Signal(range(2 * self.depth)) for _ in range(3))
+        m.d.comb += [
+            self.i.ready.eq((written ^ taken) != self.depth),
+            memory.write.en.eq(self.i.valid & self.i.ready),
+            memory.write.addr.eq(written[:-1]),
+            memory.write.data.eq(self.i.payload),
+            following.eq(taken + (self.o.valid & self.o.ready)),
+            memory.address.eq(following[:-1]),
+            self.o.payload.eq(memory.data),
+        ]
+        m.d.sync += [
+            written.eq(written + memory.write.en),
+            taken.eq(following),
+            self.o.valid.eq(written != following),
         ]
         return m
 

@@ -108,7 +108,7 @@ def test_jobs_wait_for_a_run_that_is_inside_although_one_before_it_was_refused()
 
 @pytest.mark.parametrize(("cut", "code"), [(0, GeometryError.CUT), (12, GeometryError.EARLY_LAST)])
 def test_a_run_that_ends_early(cut: int, code: GeometryError) -> None:
-    """In the descriptor it is refused; later, missing scores are taken as 0."""
+    """In the descriptor it is refused; later, the last score stands for those that are missing."""
     gated, after = table_run(4, tokens=32), table_run(5)
     beats = gated.geometry.beats(TINY)[: max(cut, 3)]
     accesses = [*settings_of(TINY, POLICY), *read("error", cycle=LATE)]
@@ -116,7 +116,7 @@ def test_a_run_that_ends_early(cut: int, code: GeometryError) -> None:
     if cut:
         assert gated.geometry.scores is not None
         scores = gated.geometry.scores.copy().reshape(-1)
-        scores[cut - 5 :] = 0  # five beats of a descriptor
+        scores[cut - 5 :] = scores[cut - 6]  # five beats of a descriptor
         made = replace(workload(TINY, 4, tokens=32, heads=1, transport_rank=0))
         table = scores.reshape(1, 4, 4).astype(np.uint16)
         padded = Gated.of(TINY, replace(made, scores=table), POLICY)
@@ -132,14 +132,15 @@ def test_a_run_that_ends_early(cut: int, code: GeometryError) -> None:
 
 
 def test_a_run_that_ends_in_the_factors() -> None:
-    """Missing factors of the last pass, those of the first head, are taken as 0."""
+    """The last beat stands for the missing factors of the last pass, those of the first head."""
     made = workload(TINY, 18, tokens=20, heads=2)
     settings = PrunerSettings.open(Source.HOLONOMY)
     whole = quantise_geometry(TINY, made, Source.HOLONOMY)
     assert whole.factors is not None
     missing, words = 12, whole.run.words * GatedParams(TINY).factor_beats
     factors = whole.factors.copy()
-    factors[0, -missing:] = 0
+    beat = factors[0, -missing - 1].reshape(-1)[-TINY.input_bytes :]
+    factors[0, -missing:] = np.resize(beat, factors[0, -missing:].shape)
     scores = np.stack([holonomy_scores(TINY, g)[0] for g in (whole, replace(whole, factors=factors))])
     low = int(np.median(scores))
     settings = settings.changed(theta_low=low, theta_high=low)

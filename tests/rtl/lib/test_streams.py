@@ -1,5 +1,5 @@
 # amaranth: UnusedElaboratable=no
-"""Register slice and queue: nothing lost, doubled, reordered or changed while it waits; rate and latency."""
+"""Register slice and queues: nothing lost, doubled, reordered or changed while it waits; rate and latency."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from amaranth.lib import data
 from amaranth.sim import Simulator
 
 from dtp.errors import DtpError
-from rtl.lib.streams import RegisterSlice, StreamQueue
+from rtl.lib.streams import PrefetchQueue, RegisterSlice, StreamQueue
 
 SHAPE = data.StructLayout({"low": 5, "high": 9})
 UNITS = {
     "slice": lambda: RegisterSlice(SHAPE),
     "queue of 2": lambda: StreamQueue(SHAPE, 2),
     "queue of 8": lambda: StreamQueue(SHAPE, 8),
+    "block of 8": lambda: PrefetchQueue(SHAPE, 8),
 }
-CAPACITY = {"slice": 2, "queue of 2": 2, "queue of 8": 8}
+CAPACITY = {"slice": 2, "queue of 2": 2, "queue of 8": 8, "block of 8": 8}
+LATENCY = {"slice": 1, "queue of 2": 1, "queue of 8": 1, "block of 8": PrefetchQueue.LATENCY}
 
 
 def _run(unit: Any, count: int, source: float, sink: float, seed: int, *, hold_until: int = 0) -> dict[str, list[int]]:
@@ -75,10 +77,10 @@ def test_order(name: str, source: float, sink: float) -> None:
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_one_a_cycle_one_cycle_later(name: str) -> None:
+def test_one_a_cycle_with_the_latency(name: str) -> None:
     seen = _run(UNITS[name](), 50, 1.0, 1.0, seed=2)
     assert seen["in"] == list(range(seen["in"][0], seen["in"][0] + 50))
-    assert seen["out"] == [cycle + 1 for cycle in seen["in"]]
+    assert seen["out"] == [cycle + LATENCY[name] for cycle in seen["in"]]
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -89,5 +91,7 @@ def test_capacity(name: str) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 3, 8192])
 def test_depth_is_checked(depth: int) -> None:
-    with pytest.raises(DtpError, match=f"^StreamQueue.depth must be a power of two from 2 to 4096, not {depth}$"):
-        StreamQueue(SHAPE, depth)
+    for queue in (StreamQueue, PrefetchQueue):
+        rule = f"^{queue.__name__}.depth must be a power of two from 2 to 4096, not {depth}$"
+        with pytest.raises(DtpError, match=rule):
+            queue(SHAPE, depth)
