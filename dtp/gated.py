@@ -96,7 +96,7 @@ class GeometryError(enum.IntEnum):
     CUT = 8
     """``last`` came in the descriptor."""
     EARLY_LAST = 16
-    """``last`` came before the run's last beat; its beat was taken for those that were missing too."""
+    """``last`` came before the run's last beat; its beat stood for those that were missing."""
     LATE_LAST = 32
     """``last`` did not come with the run's last beat; the beats up to ``last`` were dropped."""
 
@@ -223,11 +223,21 @@ class Run:
         return config.blocks(self.tokens)
 
     def transport_job(self) -> TransportJob:
-        """All passes as one job of the engine: the transport of a head and the transpose of its transport."""
+        """A pass as a job of the engine: the transport of a head and the transpose of its transport."""
         return TransportJob(
-            mode=MiddleMode.CAYLEY, tokens=(self.heads + 1) * self.tokens, words=self.words, groups=self.groups,
+            mode=MiddleMode.CAYLEY, tokens=self.tokens, words=self.words, groups=self.groups,
             plain=True, transposed=True, project_shift=self.project_shift, gram_shift=self.gram_shift, unit=self.unit,
         )  # fmt: skip
+
+    def transport_jobs(self, config: Config) -> tuple[TransportJob, ...]:
+        """What the engine works on, job after job: the first pass, which needs no transpose, then all others.
+
+        Where vectors work in pairs a transpose takes no time, and all passes are one job.
+        """
+        a_pass = self.transport_job()
+        if TransportParams(config).vectors == 2:
+            return (replace(a_pass, tokens=(self.heads + 1) * self.tokens),)
+        return replace(a_pass, transposed=False), replace(a_pass, tokens=self.heads * self.tokens)
 
     def field_job(self) -> FieldJob:
         """The job of every head pair."""
@@ -295,7 +305,7 @@ class Geometry:
         run, size = self.run, config.input_bytes
         params = GatedParams(config)
         parts = [_beats(np.frombuffer(run.descriptor(), dtype=np.uint8), size)]
-        job = replace(run.transport_job(), tokens=run.tokens)
+        job = run.transport_job()
         width = run.words * params.transport.tile_rows
         for step in range(run.heads + 1):
             if self.scores is not None and step:

@@ -144,8 +144,12 @@ class TransportParams:
 
     @property
     def gram_rows(self) -> int:
-        """Rows of a tile whose Gram products are summed in a cycle: as fast as the engine with two slots."""
-        return max(1, self.tile_rows * self.vectors // 4)
+        """Rows of a tile whose Gram products are summed in a cycle.
+
+        Squares come from tables: half a tile, as fast as the engine with one slot. Products take multipliers: as fast
+        as the engine with two.
+        """
+        return max(1, self.tile_rows * (2 if self.config.factor_bits == 8 else self.vectors) // 4)
 
     @property
     def gram_cycles(self) -> int:
@@ -180,7 +184,7 @@ class TransportParams:
     @property
     def output_cycles(self) -> int:
         """From the issue of a word's last tile to the word at the output, if nothing is waited for."""
-        return self.product_cycle + self.column_levels + 5
+        return self.product_cycle + self.column_levels + 6
 
     @property
     def output_depth(self) -> int:

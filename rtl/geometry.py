@@ -126,7 +126,9 @@ class Geometry(wiring.Component):
     def elaborate(self, platform: object) -> Module:
         m = Module()
         p = self.params
-        m.submodules.core = core = TransportCore(p.engine, target=self._target, logic_products=self._logic_products())
+        m.submodules.core = core = TransportCore(
+            p.engine, target=self._target, logic_products=self._logic_products(), open_ended=True
+        )
         m.submodules.field = field = HolonomyField(p.field, target=self._target)
         m.submodules.pruner = pruner = Pruner(p.pruner, target=self._target)
         table = BlockQueue(ScoreBeatLayout(p.pruner), 2 * p.max_blocks**2, target=self._target)
@@ -205,7 +207,6 @@ class Geometry(wiring.Component):
         ended, start = Signal(), Signal()
         step = Signal(range(MAX_HEADS + 1))
         step_last = Signal()
-        self._tokens = Signal(range((MAX_HEADS + 1) * p.max_tokens + 1))
         # A last beat that comes early stays where it is and stands for those that are missing.
         m.d.comb += step_last.eq(step == fields["heads"])
         # Words of several beats, the lowest first.
@@ -249,6 +250,10 @@ class Geometry(wiring.Component):
             core.factors.payload.eq(contents["factor"][: p.transport.factor_word_bits]),
         ]
 
+        # The engine is given the first pass as a job of its own.
+        fed = Signal()
+        self._again = Signal()  # the second job is still to start
+        m.d.comb += fed.eq(source.o.valid & whole["factor"] & ((step == 0) | ~self._again))
         taken, finished = Signal(), Signal()  # a beat of the run is used; it is the run's last
         section_end = Signal()
         m.d.comb += following.eq(
@@ -264,14 +269,11 @@ class Geometry(wiring.Component):
                     with m.If(beat_last | (count == p.descriptor_beats - 1)):
                         m.d.sync += [count.eq(0), ended.eq(beat_last), state.eq(State.CHECK)]
             with m.Case(State.CHECK):
-                m.d.sync += [state.eq(State.START), step.eq(fields["heads"]), self._tokens.eq(fields["tokens"])]
+                m.d.sync += state.eq(State.START)
             with m.Case(State.START):
                 with m.If(ended | (fault != GeometryError.NONE)):
                     m.d.comb += self._refuse(m, Mux(ended, GeometryError.CUT, fault))
                     m.d.sync += state.eq(Mux(ended, State.DESCRIPTOR, State.DROP))
-                with m.Elif(step != 0):
-                    # Tokens of all passes, (heads + 1) · tokens.
-                    m.d.sync += [step.eq(step - 1), self._tokens.eq(self._tokens + fields["tokens"])]
                 with m.Elif(~queue.level[-1] & ~queue.level[-2]):
                     m.d.comb += start.eq(1)
                     m.d.sync += [
@@ -301,8 +303,8 @@ class Geometry(wiring.Component):
                         m.d.sync += [state.eq(State.FACTORS), probes.eq(probes + 1)]
             with m.Case(State.FACTORS):
                 m.d.comb += [
-                    core.factors.valid.eq(source.o.valid & whole["factor"]),
-                    taken.eq(source.o.valid & (~whole["factor"] | core.factors.ready)),
+                    core.factors.valid.eq(fed),
+                    taken.eq(Mux(whole["factor"], fed & core.factors.ready, source.o.valid)),
                     finished.eq(whole["factor"] & factor_last & token_last & step_last),
                 ]
                 with m.If(taken & whole["factor"]):
@@ -411,15 +413,20 @@ class Geometry(wiring.Component):
         p = self.params
         job, pair_job = core.job.payload, field.job.payload
         holonomy = Signal()
+        paired = p.transport.vectors == 2
+        with m.If(holonomy):
+            m.d.sync += self._again.eq(not paired)
+        with m.Elif(core.idle):
+            m.d.sync += self._again.eq(0)
         m.d.comb += [
             holonomy.eq(start & fields["holonomy"]),
-            core.job.valid.eq(holonomy),
+            core.job.valid.eq(holonomy | self._again),
+            core.again.eq(self._again),
             job.mode.eq(MiddleMode.CAYLEY),
             job.last_group.eq(fields["two_groups"]),
             job.last_word.eq(fields["last_word"]),
-            job.last_token.eq(self._tokens - 1),
             job.plain.eq(1),
-            job.transposed.eq(1),
+            job.transposed.eq(1 if paired else self._again),
             job.identity.eq(1),
             job.project_shift.eq(fields["project_shift"]),
             job.gram_shift.eq(fields["gram_shift"]),
@@ -429,7 +436,6 @@ class Geometry(wiring.Component):
             *(pair_job.shifts[n].eq(fields[f"shift_{n}"]) for n in range(CASES)),
             *(pair_job.reciprocals[n].eq(fields[f"reciprocal_{n}"]) for n in range(CASES)),
         ]
-        paired = p.transport.vectors == 2
         lanes = p.transport.tile_rows
         word_bits = (_power(p.max_words) - 1).bit_length()
         memory = BlockMemory(
@@ -441,9 +447,11 @@ class Geometry(wiring.Component):
 
         # States: of the probe, then of what the pass before made of the token.
         feeding, second, offered, takes = Signal(), Signal(), Signal(), Signal()
-        into = self._counter(m, "into", fields, takes if paired else takes & second)
+        into_last = Signal()  # the slot is the last one of its word
+        into = self._counter(m, "into", fields, takes & into_last)
         to_probe, from_before = Signal(), Signal()
         m.d.comb += [
+            into_last.eq(1 if paired else second | ~from_before),
             to_probe.eq(into.step != fields["heads"]),
             from_before.eq(into.step != 0),
             probe_memory.address.eq(Cat(into.word[:word_bits], into.step[0])),
@@ -453,11 +461,12 @@ class Geometry(wiring.Component):
             read.eq(takes & (second | paired) & into.word_last & from_before),
             self._probes_used.eq(into.step),
         ]
-        available = feeding & (~to_probe | (probes != into.step)) & (~from_before | (there != 0))
+        available = feeding & (~to_probe | (probes != into.step))
+        available &= ~from_before | (~self._again & (there != 0))
         m.d.sync += offered.eq(available & ~takes)
         with m.If(takes):
-            m.d.sync += second.eq(~second if not paired else 0)
-            with m.If((second | paired) & into.word_last & into.token_last & ~to_probe):
+            m.d.sync += second.eq(~into_last)
+            with m.If(into_last & into.word_last & into.token_last & ~to_probe):
                 m.d.sync += feeding.eq(0)
         takes_probe, takes_before = Signal(), Signal()
         m.d.comb += [takes_probe.eq(to_probe & ~second), takes_before.eq(from_before & (second | paired))]
@@ -468,13 +477,17 @@ class Geometry(wiring.Component):
 
         # What comes out: into the memory, and into the field.
         routing, second_out, gone = Signal(), Signal(), Signal()
-        out = self._counter(m, "out", fields, gone if paired else gone & second_out)
+        out_last = Signal()
+        out = self._counter(m, "out", fields, gone & out_last)
         results = core.o.payload.data.as_value()
         kept = results[: lanes * STATE_BITS]
         keeps, passes, given = Signal(), Signal(), Signal()
+        ends = ~keeps if paired else ~keeps | (out.step == 0)
         m.d.comb += [
+            out_last.eq(1 if paired else second_out | (out.step == 0)),
             keeps.eq(out.step != fields["heads"]),
             passes.eq((out.step != 0) & (second_out | paired)),
+            core.end.eq(gone & out_last & out.word_last & out.token_last & ends),
             core.o.ready.eq(routing & (~passes | field.i.ready)),
             gone.eq(core.o.valid & core.o.ready),
             field.i.valid.eq(core.o.valid & passes & routing),
@@ -489,8 +502,8 @@ class Geometry(wiring.Component):
         with m.If(field.job.valid & field.job.ready):
             m.d.sync += given.eq(1)
         with m.If(gone):
-            m.d.sync += second_out.eq(~second_out if not paired else 0)
-            with m.If((second_out | paired) & out.word_last & out.token_last):
+            m.d.sync += second_out.eq(~out_last)
+            with m.If(out_last & out.word_last & out.token_last):
                 m.d.sync += given.eq(0)
                 with m.If(~keeps):
                     m.d.sync += routing.eq(0)

@@ -23,8 +23,8 @@ from dtp.transport import (
 )
 from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
-from rtl.lib.multiplier import LogicMultiplier, MultiplexedAdder, Multiplier, Target
-from rtl.lib.reduce import count_ones, index_bits, registered_choice
+from rtl.lib.multiplier import JoinedAdder, LogicMultiplier, MultiplexedAdder, Multiplier, Target
+from rtl.lib.reduce import cleared_registers, count_ones, index_bits, joined, registered_choice
 from rtl.lib.streams import PrefetchQueue, RegisterSlice
 from rtl.solve import JobLayout, SolveLane
 
@@ -83,10 +83,13 @@ class TransportCore(wiring.Component):
     config: the processor
     target: plain description or explicit ECP5 cells
     logic_products: so many of the engine's products are made without multipliers of the chip
+    open_ended: who feeds the engine counts its tokens, ``job.last_token`` does not
 
     Members
     -------
     job: In(stream of :class:`rtl.solve.JobLayout`)
+    end: In(1), only if ``open_ended``: the output word that leaves in this cycle is the job's last
+    again: In(1), only if ``open_ended``: a job that is taken goes on with the counts of the one before
     factors: In(stream of tile_rows × 4 × signed(factor_bits))
     state: In(stream of vectors × tile_rows × signed(16))
     o: Out(stream of :class:`TransportOutputLayout`)
@@ -95,11 +98,19 @@ class TransportCore(wiring.Component):
     idle: Out(1)
     """
 
-    def __init__(self, config: Config, *, target: Target = Target.GENERIC, logic_products: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        target: Target = Target.GENERIC,
+        logic_products: int = 0,
+        open_ended: bool = False,
+    ) -> None:
         self.config = config
         self.params = p = TransportParams(config)
         self._target = target
         self._logic_products = logic_products
+        self._open_ended = open_ended
         super().__init__(
             {
                 "job": In(stream.Signature(JobLayout(p))),
@@ -110,6 +121,7 @@ class TransportCore(wiring.Component):
                 "saturations": Out(16),
                 "idle": Out(1, init=1),
             }
+            | ({"end": In(1), "again": In(1)} if open_ended else {})
         )
 
     def elaborate(self, platform: object) -> Module:
@@ -151,8 +163,8 @@ class TransportCore(wiring.Component):
         expanded = Signal()  # the last read of a token's expansion
         factors, states = (
             _Buffer(
-                m, name, port, sizes[f"{name}s"], job.last_token, start, first_cycle, expanded, copies=copies,
-                target=self._target,
+                m, name, port, sizes[f"{name}s"], None if self._open_ended else job.last_token, start, first_cycle,
+                expanded, copies=copies, target=self._target,
             )
             for name, port, copies in (("factor", self.factors, 2), ("state", self.state, 1))
         )  # fmt: skip
@@ -423,20 +435,25 @@ class TransportCore(wiring.Component):
                 shifted = exact >> p.expand_shift
                 high = shifted[STATE_BITS - 1 :]
                 beyond, sign = high.any() & ~high.all(), shifted[-1]
-                limited = Mux(
-                    beyond, Cat((~sign).replicate(STATE_BITS - 1), sign), shifted[:STATE_BITS]
-                )
+                # Saturated downwards, then upwards: set and reset of two registers, and no logic.
+                lowest, highest = 1 << (STATE_BITS - 1), (1 << (STATE_BITS - 1)) - 1
+                low = Signal(STATE_BITS, name=f"low_{name}", reset_less=True)
+                above = Signal(name=f"above_{name}", reset_less=True)
                 result = Signal(STATE_BITS, name=f"result_{name}", reset_less=True)
-                m.d.sync += result.eq(limited)
+                m.d.sync += [
+                    low.eq(Mux(beyond & sign, lowest, shifted[:STATE_BITS])),
+                    above.eq(beyond & ~sign),
+                    result.eq(Mux(above, highest, low)),
+                ]
                 results.append(result)
                 over.append(beyond)
         valid = valids[cycle + 2] & tags[cycle + 2].expanding & tags[cycle + 2].group_end
         # A slot that is not in use gives m = 0 and has the state 0.
         count = Signal(range(len(over) + 1), reset_less=True)
-        counted = delayed(m, "counted", valid, 1, reset_less=False)[1]
+        _, counted, made = delayed(m, "counted", valid, 2, reset_less=False)
         m.d.sync += count.eq(count_ones(Cat(over)))
         total = self.saturations + count
-        with m.If(start):
+        with m.If(start & ~self.again if self._open_ended else start):
             m.d.sync += self.saturations.eq(0)
         with m.Elif(counted):
             m.d.sync += self.saturations.eq(Mux(total[16:].any(), 0xFFFF, total[:16]))
@@ -445,11 +462,10 @@ class TransportCore(wiring.Component):
         m.submodules.outputs = queue = PrefetchQueue(layout, p.output_depth, target=self._target)
         words = Signal(range(p.output_depth + 1))
         taken = Signal()
-        left = Signal(16)
         m.d.comb += [
-            queue.i.valid.eq(counted),
+            queue.i.valid.eq(made),
             queue.i.payload.data.eq(Cat(results)),
-            queue.i.payload.last.eq(tags[cycle + 3].last),
+            queue.i.payload.last.eq(tags[cycle + 4].last),
             self.o.valid.eq(queue.o.valid),
             self.o.payload.eq(queue.o.payload),
             queue.o.ready.eq(self.o.ready),
@@ -457,10 +473,15 @@ class TransportCore(wiring.Component):
             room.eq(words != p.output_depth),
         ]
         m.d.sync += words.eq(words + issued - taken)
-        with m.If(start):
-            m.d.sync += left.eq(self.job.payload.last_token)
-        with m.Elif(taken & self.o.payload.last):
-            m.d.sync += [left.eq(left - 1), self.idle.eq(left == 0)]
+        if self._open_ended:
+            with m.If(self.end):
+                m.d.sync += self.idle.eq(1)
+        else:
+            left = Signal(16)
+            with m.If(start):
+                m.d.sync += left.eq(self.job.payload.last_token)
+            with m.Elif(taken & self.o.payload.last):
+                m.d.sync += [left.eq(left - 1), self.idle.eq(left == 0)]
 
     def _gram(
         self,
@@ -552,16 +573,18 @@ class TransportCore(wiring.Component):
             m.d.sync += waiting.eq(tile)
         with m.If(cycles[3] == 1):
             m.d.sync += [left.eq(waiting), right.eq(tile)]
-        operands: list[list[list[Value]]] = []
+        # Each half of the rows in registers that are cleared out of turn: an operand is the OR of its parts.
+        operands: list[list[list[list[Value]]]] = []
         bits = self.config.factor_bits
         for name, held in (("p", left), ("q", right)):
             choices = [
                 Cat(held[n * p.gram_rows + r].as_value() for r in range(p.gram_rows)) for n in range(p.gram_cycles)
             ]
             in_turn = [(cycles[5] == n, rows) for n, rows in enumerate(choices)]
-            selected = registered_choice(m, f"gram_rows_{name}", len(choices[0]), in_turn)
+            parts = cleared_registers(m, f"gram_rows_{name}", len(choices[0]), in_turn)
+            halves = [joined(parts[n::2]) for n in range(2)]
             lanes_of_rows = [
-                [selected[(r * TILE_COLUMNS + c) * bits :][:bits].as_signed() for c in range(TILE_COLUMNS)]
+                [[half[(r * TILE_COLUMNS + c) * bits :][:bits] for half in halves] for c in range(TILE_COLUMNS)]
                 for r in range(p.gram_rows)
             ]
             operands.append(lanes_of_rows)
@@ -592,7 +615,7 @@ class TransportCore(wiring.Component):
         m.d.comb += [wide.eq(term), adder.select.eq(first), adder.x0.eq(old), adder.x1.eq(0), adder.y.eq(wide)]
         return adder.o.as_signed()
 
-    def _squares(self, m: Module, pairs: list[tuple[Value, Value]]) -> list[Value]:
+    def _squares(self, m: Module, pairs: list[tuple[list[Value], list[Value]]]) -> list[Value]:
         """(x + y)² by tables with two read ports; sum, table, its register."""
         init = [((n ^ 1 << (_SQUARE_BITS - 1)) - (1 << (_SQUARE_BITS - 1))) ** 2 for n in range(1 << _SQUARE_BITS)]
         terms: list[Value] = []
@@ -603,15 +626,21 @@ class TransportCore(wiring.Component):
                 )
                 m.submodules[f"squares_{n // 2}"] = table
             total = Signal(signed(_SQUARE_BITS), name=f"pair_{n}", reset_less=True)
-            m.d.sync += total.eq(x + y)
+            m.submodules[f"pair_{n}"] = adder = JoinedAdder(_SQUARE_BITS, target=self._target)
+            for part in range(2):
+                m.d.comb += [
+                    getattr(adder, f"x{part}").eq(x[part].as_signed()), getattr(adder, f"y{part}").eq(y[part].as_signed()),
+                ]  # fmt: skip
+            m.d.sync += total.eq(adder.o)
             read = table.read_port()
             m.d.comb += read.addr.eq(total)
             terms.append(Cat(delayed(m, f"square_{n}", read.data, 1)[1], Const(0, 1)).as_signed())
         return terms
 
-    def _products(self, m: Module, pairs: list[tuple[Value, Value]]) -> list[Value]:
+    def _products(self, m: Module, pairs: list[tuple[list[Value], list[Value]]]) -> list[Value]:
         terms: list[Value] = []
-        for n, (x, y) in enumerate(pairs):
+        for n, sides in enumerate(pairs):
+            x, y = (joined(parts).as_signed() for parts in sides)
             m.submodules[f"gram_{n}"] = unit = Multiplier(len(x), len(y), target=self._target)
             m.d.comb += [unit.a.eq(x), unit.a_enable.eq(1), unit.b.eq(y)]
             terms.append(unit.o)
@@ -812,7 +841,7 @@ class Transport(wiring.Component):
 
 
 class _Buffer:
-    """Words of one input, in a ring, kept until their token is expanded.
+    """Words of one input, in a ring, kept until their token is expanded; of so many tokens, of any number if ``None``.
 
     Members
     -------
@@ -821,13 +850,13 @@ class _Buffer:
     """
 
     def __init__(
-        self, m: Module, name: str, port: Any, words: Value, tokens: Value, start: Value, open_now: Value,
+        self, m: Module, name: str, port: Any, words: Value, tokens: Value | None, start: Value, open_now: Value,
         expanded: Value, *, copies: int, target: Target,
     ) -> None:  # fmt: skip
         self.name = name
         self.token = Signal(name=f"{name}_token")
         written = Signal(_ADDRESS, name=f"{name}_written")
-        count, left = Signal(_POINTER, name=f"{name}_count"), Signal(17, name=f"{name}_left")
+        count = Signal(_POINTER, name=f"{name}_count")
         is_open = Signal(name=f"{name}_open")
         level = Signal(_POINTER, name=f"{name}_level")
         taken = Signal(name=f"{name}_taken")
@@ -844,14 +873,18 @@ class _Buffer:
         ]
         with m.If(taken):
             m.d.sync += count.eq(Mux(last, 0, count + 1))
-        with m.If(self.token):
-            m.d.sync += left.eq(left - 1)
-            with m.If(left == 0):
-                m.d.sync += is_open.eq(0)
+        if tokens is not None:
+            left = Signal(17, name=f"{name}_left")
+            with m.If(self.token):
+                m.d.sync += left.eq(left - 1)
+                with m.If(left == 0):
+                    m.d.sync += is_open.eq(0)
+            with m.If(open_now):
+                m.d.sync += left.eq(tokens)
         with m.If(open_now):
-            m.d.sync += [is_open.eq(1), left.eq(tokens)]
+            m.d.sync += is_open.eq(1)
         with m.If(start):
-            m.d.sync += [written.eq(0), level.eq(0)]
+            m.d.sync += [written.eq(0), level.eq(0), is_open.eq(0)]
         memories = []
         for n in range(copies):
             memory = BlockMemory(m, f"{name}_{n}", port.payload.shape(), BUFFER_WORDS, target=target)

@@ -72,7 +72,7 @@ _RUN_ERROR_MEANINGS = {
     gated.GeometryError.WORDS: ("fewer words than the field needs, or more than the widest head has", "refused"),
     gated.GeometryError.SHIFT: ("a shift beyond its shifter, or a negative unit", "refused"),
     gated.GeometryError.CUT: ("tlast came in the descriptor", "refused"),
-    gated.GeometryError.EARLY_LAST: ("tlast came before the run's last beat", "its beat was taken for the missing ones too"),
+    gated.GeometryError.EARLY_LAST: ("tlast came before the run's last beat", "its beat stood for the missing ones"),
     gated.GeometryError.LATE_LAST: ("tlast did not come with the run's last beat", "beats up to tlast were dropped"),
 }
 

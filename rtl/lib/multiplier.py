@@ -16,7 +16,9 @@ from amaranth.lib.wiring import In, Out
 from dtp.array import MULTIPLIER_CYCLES
 from dtp.errors import must
 
-__all__ = ["LATENCY", "CopyRegister", "LogicMultiplier", "MultiplexedAdder", "Multiplier", "Selector", "Target"]
+__all__ = [
+    "LATENCY", "CopyRegister", "JoinedAdder", "LogicMultiplier", "MultiplexedAdder", "Multiplier", "Selector", "Target",
+]  # fmt: skip
 
 #: Cycles from operands to product.
 LATENCY = MULTIPLIER_CYCLES
@@ -27,6 +29,8 @@ _DSP_BITS = 18
 # it reads 0, the carry out is what its low four entries say of B A alone, and where it reads 1, the carry in.
 #: A ⊕ (D if B else C), carry A: an addend on A, the multiplexer on B, C, D.
 _SUM_TABLE = sum(((n & 1) ^ (n >> (3 if n & 2 else 2) & 1)) << n for n in range(16))
+#: (A or B) ⊕ (C or D), carry A or B: addends in two parts each.
+_JOINED_TABLE = sum(((n & 3 != 0) ^ (n >> 2 != 0)) << n for n in range(16))
 #: 0 with C held high, carry A: turns a signal into the carry of the next position.
 _CARRY_TABLE = 0x000A
 #: (A and B) ⊕ (C and D), carry A and B: the sum of two places of partial products.
@@ -251,6 +255,37 @@ class MultiplexedAdder(wiring.Component):
         for n in range(len(self.o)):
             positions.append((_SUM_TABLE, self.y[n], self.select, self.x0[n], self.x1[n], self.o[n]))
         _carry_chain(m, "", positions)
+
+
+class JoinedAdder(wiring.Component):
+    """``o = (x0 | x1) + (y0 | y1)``, modulo 2^width, in one cycle without registers.
+
+    On ECP5 the ORs take no cells beside those of the carry (CCU2C).
+
+    Parameters
+    ----------
+    width: bits of operands and result
+    target: plain description or ECP5 cells
+
+    Members
+    -------
+    x0, x1, y0, y1: In(width)
+    o: Out(width)
+    """
+
+    def __init__(self, width: int, *, target: Target = Target.GENERIC) -> None:
+        self._target = target
+        operands = {name: In(width) for name in ("x0", "x1", "y0", "y1")}
+        super().__init__(operands | {"o": Out(width)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        if self._target is Target.ECP5:
+            places = zip(self.x0, self.x1, self.y0, self.y1, self.o, strict=True)
+            _carry_chain(m, "", [(_JOINED_TABLE, *place) for place in places])
+        else:
+            m.d.comb += self.o.eq((self.x0 | self.x1) + (self.y0 | self.y1))
+        return m
 
 
 def _carry_chain(m: Module, prefix: str, places: list[tuple[int, Value, Value, Value, Value, Signal]]) -> None:

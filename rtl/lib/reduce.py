@@ -1,14 +1,14 @@
-"""Many values to one: a choice, with registers or without, a registered sum, a count of ones; and the bits of an index."""
+"""Many values to one: a choice, a registered one, a registered sum, a count of ones; and the bits of an index."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
+from operator import or_
 
 from amaranth.hdl import Const, Module, Mux, ShapeLike, Signal, Value
 
-from dtp.errors import must
-
-__all__ = ["choose", "count_ones", "index_bits", "registered_choice", "sum_tree"]
+__all__ = ["choose", "cleared_registers", "count_ones", "index_bits", "joined", "registered_choice", "sum_tree"]
 
 
 def choose(values: list[Value], index: Value) -> Value:
@@ -20,27 +20,37 @@ def choose(values: list[Value], index: Value) -> Value:
     return values[0]
 
 
-def registered_choice(m: Module, name: str, shape: ShapeLike, choices: Iterable[tuple[Value, Value]]) -> Value:
-    """The value whose condition holds, a cycle later; 0 when none does. At most one may.
+def cleared_registers(
+    m: Module, name: str, shape: ShapeLike, choices: Iterable[tuple[Value, Value]]
+) -> list[Value]:
+    """A register for every value, cleared unless its condition holds.
 
-    A register for every value is cleared unless its condition holds, which is the reset input of a flip-flop and no
-    logic; what is left is an OR: for four values a LUT4 a bit, where a multiplexer takes three.
+    That is the reset input of a flip-flop and no logic. Where at most one condition holds at a time, what is left of
+    a multiplexer is their OR: for four values a LUT4 a bit instead of three.
 
     Parameters
     ----------
     m: module that gets the registers
     name: of the registers
-    shape: of the result; values are extended to it
+    shape: of each; values are extended to it
     choices: condition and value, side by side
     """
-    joined: Value | None = None
+    registers: list[Value] = []
     for n, (condition, value) in enumerate(choices):
         register = Signal(shape, name=f"{name}_{n}", reset_less=True)
         m.d.sync += register.eq(Mux(condition, value, 0))
-        joined = register if joined is None else joined | register
-    if joined is None:
-        raise must("registered_choice", "choices", "at least one", 0)
-    return joined
+        registers.append(register)
+    return registers
+
+
+def joined(values: Iterable[Value]) -> Value:
+    """OR of values."""
+    return reduce(or_, values)
+
+
+def registered_choice(m: Module, name: str, shape: ShapeLike, choices: Iterable[tuple[Value, Value]]) -> Value:
+    """The value whose condition holds, a cycle later; 0 when none does. At most one may: :func:`cleared_registers`."""
+    return joined(cleared_registers(m, name, shape, choices))
 
 
 def sum_tree(m: Module, name: str, values: list[Value]) -> Value:

@@ -21,7 +21,7 @@ from sim.cycles.transport import TransportCycles
 __all__ = ["GateCycles", "predict_gated"]
 
 CHECK_CYCLES = 2
-"""From the last beat of a descriptor, behind the register of the input, to the start of a run, a cycle a head aside."""
+"""From the last beat of a descriptor, behind the register of the input, to the start of a run."""
 QUEUE_READ_CYCLES = 2
 """From the cycle in which a queue in block memory reads a payload to the one in which it is offered."""
 
@@ -86,7 +86,7 @@ class GateCycles:
         number, (run, settings) = self._runs.popleft()
         params = GatedParams(self._config)
         # A descriptor is taken when the run before has been answered; its run starts when there is room.
-        now = max(self._next, self._free) + params.descriptor_beats - 1 + CHECK_CYCLES + run.heads
+        now = max(self._next, self._free) + params.descriptor_beats - 1 + CHECK_CYCLES
         while number and self._waiting(now) >= ROW_QUEUE // 2:
             now += 1
         stepped = _RunCycles(self._config, run, settings, number, now)
@@ -116,6 +116,37 @@ class _Queue:
         self._level += push - reads
 
 
+class _Place:
+    """Where a stream of words is: pass, token, word, slot. The first pass has one slot, the others two."""
+
+    def __init__(self, run: Run, paired: bool) -> None:
+        self._run, self._paired = run, paired
+        self.step = self._token = self._word = 0
+        self.second = False
+
+    @property
+    def slot_last(self) -> bool:
+        """The slot is the last one of its word."""
+        return self._paired or self.second or self.step == 0
+
+    @property
+    def word_last(self) -> bool:
+        """The word is the last one of its token."""
+        return self._word == self._run.words - 1
+
+    def move(self) -> bool:
+        """A slot further; whether a pass ends."""
+        self.second = not self.slot_last
+        if self.second:
+            return False
+        self._word = 0 if self.word_last else self._word + 1
+        self._token += self._word == 0
+        ends = self._token == self._run.tokens
+        if ends:
+            self._token, self.step = 0, self.step + 1
+        return ends
+
+
 class _RunCycles:
     """One run from the cycle in which it starts; rows are taken from the pruner as they come."""
 
@@ -123,7 +154,11 @@ class _RunCycles:
         self._config, self._run, self._settings, self._number, self._start = config, run, settings, number, start
         p = self._p = GatedParams(config)
         self._blocks = run.blocks(config)
-        self._core = TransportCycles(config, run.transport_job()) if run.holonomy else None
+        # Jobs that the engine is still to be given; the second one starts when the first has ended.
+        self._jobs = deque(run.transport_jobs(config) if run.holonomy else ())
+        self._core = TransportCycles(config, self._jobs.popleft()) if self._jobs else None
+        self._again = bool(self._jobs)  # words of the passes behind the first wait for it
+        self._idle = False
         self._field = FieldCycles(p.field)
         self._table = _Queue(2 * p.max_blocks**2)
         self._paired = p.transport.vectors == 2
@@ -134,8 +169,8 @@ class _RunCycles:
         self._resume = start + 1
         self._ended: int | None = None
         # Between engine and field: words of the engine's states and outputs, tokens to be read.
-        self._token_words = run.words * (1 if self._paired else 2)
-        self._into = self._out = self._there = 0
+        self._into, self._out = _Place(run, self._paired), _Place(run, self._paired)
+        self._used = self._there = 0
         self._offered = self._given = False
         # Scores: the head that is gated.
         self._head = 0
@@ -176,22 +211,23 @@ class _RunCycles:
 
         # Engine and field.
         factor_ready = False
-        if self._core is not None and not self._core_done:
-            token, word = divmod(self._out, self._token_words)
-            out_step = token // run.tokens
-            second = self._paired or bool(word % 2)
-            passes = out_step > 0 and second
+        if self._core is not None and (not self._idle or self._jobs):
+            starts = self._idle
+            if starts:
+                self._core = TransportCycles(self._config, self._jobs.popleft())
+            passes = self._out.step > 0 and self._out.slot_last
             offers = self._core.offers
-            field_step = self._field_step(now, out_step, offers and passes, gates)
+            field_step = self._field_step(now, self._out.step, offers and passes, gates)
             o_ready = now > self._start and (not passes or field_step)
             whole = kind == "factors" and self._count == p.factor_beats - 1
+            fed = whole and (self._sections[0][1] == 0 or not self._again)
             state_valid = self._offered
-            shown = self._core.step(whole, state_valid, o_ready)
-            factor_ready = shown.factor_ready
+            shown = self._core.step(fed, state_valid, o_ready)
+            factor_ready = fed and shown.factor_ready
             takes = state_valid and shown.state_ready
-            written = self._route(offers and o_ready, out_step)
+            written = self._route(offers and o_ready)
             self._feed(now, takes, written)
-            self._core_done = shown.ended
+            self._idle, self._again = shown.ended, self._again and not starts
         elif run.holonomy:
             self._field_step(now, run.heads + 1, False, gates)
 
@@ -202,8 +238,6 @@ class _RunCycles:
         self._table.step(push, gates and run.table)
         self._load(now, kind, push, factor_ready)
 
-    _core_done = False
-
     def _field_step(self, now: int, out_step: int, word_valid: bool, score_ready: bool) -> bool:
         offers = now > self._start and 0 < out_step <= self._run.heads and not self._given
         step = self._field.step(self._run.field_job() if offers else None, word_valid, score_ready)
@@ -211,32 +245,28 @@ class _RunCycles:
             self._given = True
         return step.word_taken
 
-    def _route(self, gone: bool, out_step: int) -> bool:
+    def _route(self, gone: bool) -> bool:
         """A word leaves the engine; whether a token is now in the memory of transported probes."""
-        run = self._run
         if not gone:
             return False
-        word = self._out % self._token_words
-        self._out += 1
-        last = word == self._token_words - 1
-        if last and self._out % (self._token_words * run.tokens) == 0:
+        out = self._out
+        kept = (self._paired or not out.second) and out.word_last and out.step < self._run.heads
+        if out.move():
             self._given = False
-        kept = last if self._paired else word == self._token_words - 2
-        return kept and out_step < run.heads
+        return kept
 
     def _feed(self, now: int, takes: bool, written: bool) -> None:
-        run = self._run
-        step = self._into // self._token_words // run.tokens
+        run, step = self._run, self._into.step
         available = (
             now > self._start
             and step <= run.heads
             and (step == run.heads or self._probes != step)
-            and (step == 0 or self._there > 0)
+            and (step == 0 or (self._there > 0 and not self._again))
         )
         read = False
         if takes:
-            self._into += 1
-            read = self._into % self._token_words == 0 and step > 0
+            read = self._into.slot_last and self._into.word_last and step > 0
+            self._into.move()
         self._offered = available and not takes
         self._there += written - read
 
@@ -251,13 +281,12 @@ class _RunCycles:
             beats = p.probe_beats if kind == "probe" else p.factor_beats
             whole = self._count == beats - 1
             step = self._sections[0][1]
-            used = self._into_before // self._token_words // self._run.tokens
-            moves = step <= used + 1 if kind == "probe" else not whole or factor_ready
+            moves = step <= self._used + 1 if kind == "probe" else not whole or factor_ready
             if moves:
                 self._count = 0 if whole else self._count + 1
                 self._lane += whole
             ends = self._lane == self._sections[0][2]
-        self._into_before = self._into
+        self._used = self._into.step
         if not ends:
             return
         self._lane = 0
@@ -267,8 +296,6 @@ class _RunCycles:
             self._ended = now + 1
         elif self._sections[0][1] != step:
             self._resume = now + 2
-
-    _into_before = 0
 
     def _gate(self, now: int) -> bool:
         """Whether a score goes into the pruner."""

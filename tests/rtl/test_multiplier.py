@@ -23,7 +23,15 @@ from dtp.array import MULTIPLIER_CYCLES, ArrayParams
 from dtp.errors import DtpError
 from rtl.array import MacArray
 from rtl.lib.memory import BlockMemory
-from rtl.lib.multiplier import LATENCY, LogicMultiplier, MultiplexedAdder, Multiplier, Selector, Target
+from rtl.lib.multiplier import (
+    LATENCY,
+    JoinedAdder,
+    LogicMultiplier,
+    MultiplexedAdder,
+    Multiplier,
+    Selector,
+    Target,
+)
 from sim.bench.toolchain import find_toolchain
 
 CELLS = sorted((Path(__file__).parent / "cells").glob("*.v"))
@@ -145,6 +153,26 @@ class AdderPair(wiring.Component):
         return m
 
 
+class JoinedPair(wiring.Component):
+    """``i`` = x0, x1, y0, y1; ``o`` = the registered plain sum and whether the cells' differs (bit 63)."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        super().__init__({"i": In(64), "o": Out(64)})
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        sums = []
+        for target in Target:
+            m.submodules[target.value] = adder = JoinedAdder(self._width, target=target)
+            m.d.comb += Cat(adder.x0, adder.x1, adder.y0, adder.y1).eq(self.i)
+            registered = Signal(self._width, name=f"sum_{target.value}")
+            m.d.sync += registered.eq(adder.o)
+            sums.append(registered)
+        m.d.comb += self.o.eq(Cat(sums[0], Const(0, 63 - self._width), sums[0] != sums[1]))
+        return m
+
+
 class SelectorPair(wiring.Component):
     """``i`` = select, words; ``o`` = the registered plain choice and whether the cells' differs (bit 63)."""
 
@@ -239,6 +267,8 @@ PAIRS: dict[str, wiring.Component] = {
     "logic_10_7": LogicPair(10, 7),
     "adder_5": AdderPair(5),
     "adder_20": AdderPair(20),
+    "joined_5": JoinedPair(5),
+    "joined_12": JoinedPair(12),
     "selector_2": SelectorPair(5, 2),
     "memory": MemoryPair(),
     "selector_4": SelectorPair(5, 4),
@@ -397,6 +427,21 @@ def test_carry_cells_equal_plain_adder(run_pair: RunPair, width: int, seed: int)
     out = run_pair(f"adder_{width}", [*words, 0])
     assert not any(word >> 63 for word in out)
     assert out[1:] == [((x1 if s else x0) + y + c) & mask for s, c, x0, x1, y in cases]
+
+
+@pytest.mark.parametrize(("width", "seed"), [(5, 3), (12, 4)])
+def test_joined_cells_equal_plain_adder(run_pair: RunPair, width: int, seed: int) -> None:
+    """Every pair of corners, each operand whole, in the other part and in both; any four parts."""
+    random = np.random.default_rng(seed)
+    cases = [
+        (*((x, 0), (0, x), (x, x & y))[n], *((y, 0), (0, y), (x & y, y))[m])
+        for x, y in itertools.product(corners(width), repeat=2)
+        for n, m in itertools.product(range(3), repeat=2)
+    ]
+    cases += [tuple(int(v) for v in random.integers(0, 1 << width, 4)) for _ in range(3000)]
+    out = run_pair(f"joined_{width}", [*(_word([(part, width) for part in parts]) for parts in cases), 0])
+    assert not any(word >> 63 for word in out)
+    assert out[1:] == [((x0 | x1) + (y0 | y1)) & ((1 << width) - 1) for x0, x1, y0, y1 in cases]
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
