@@ -349,13 +349,14 @@ class Geometry(wiring.Component):
         heads, tokens, words = fields["heads"], fields["tokens"], fields["words"]
         shifts = [fields["project_shift"][5:], fields["gram_shift"][5:]]
         shifts += [fields[f"shift_{n}"][SHIFT_LIMIT.bit_length() :] for n in range(CASES)]
+        few = ~_above(words, p.field.min_words - 1)
         faults: list[tuple[GeometryError, Value]] = [
             (GeometryError.MAGIC, fields["magic"] != MAGIC),
             (GeometryError.VERSION, fields["version"] != VERSION),
             (GeometryError.FLAGS, fields["flags"][len(FLAGS) :].any() | ~(fields["holonomy"] | fields["table"])),
-            (GeometryError.HEADS, (heads == 0) | (heads > MAX_HEADS)),
-            (GeometryError.TOKENS, (tokens == 0) | (tokens > p.max_tokens)),
-            (GeometryError.WORDS, fields["holonomy"] & ((words < p.field.min_words) | (words > p.max_words))),
+            (GeometryError.HEADS, (heads == 0) | _above(heads, MAX_HEADS)),
+            (GeometryError.TOKENS, (tokens == 0) | _above(tokens, p.max_tokens)),
+            (GeometryError.WORDS, fields["holonomy"] & (few | _above(words, p.max_words))),
             (GeometryError.SHIFT, Cat(*shifts).any() | (fields["unit"] < 0)),
         ]
         if p.transport.max_groups == 1:
@@ -525,6 +526,12 @@ class Geometry(wiring.Component):
             with m.If(word_last):
                 m.d.sync += [token.eq(Mux(token_last, 0, token + 1)), step.eq(step + token_last)]
         return _Counter(step, token, word, word_last, token_last)
+
+
+def _above(value: Value, limit: int) -> Value:
+    """``value > limit``: the bits that ``limit`` has none of apart, so that few are left to compare."""
+    bits = limit.bit_length()
+    return value[bits:].any() | (value[:bits] > limit)
 
 
 def _power(count: int) -> int:

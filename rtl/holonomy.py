@@ -63,10 +63,10 @@ class HolonomyField(wiring.Component):
     """Block scores of a head pair from the stream of its relative transports u_t (docs/holonomy.md, 1 to 4).
 
     Arithmetic: :func:`dtp.holonomy.block_sums` and :func:`dtp.holonomy.block_scores`, bit for bit. Throughput: a word
-    of u_t takes ``params.word_steps`` cycles; a score ``words · word_steps`` cycles of the multipliers, which words
-    have before it, and about ``params.product_cycles + 4`` more in which words go on. The table is symmetric: a score
+    of u_t takes ``params.word_steps`` cycles; a score ``words · word_steps`` cycles of the multipliers, in turn with
+    words, and about ``params.product_cycles + 4`` more in which words go on. The table is symmetric: a score
     below the diagonal is a copy of the one above it and takes two cycles and no product.
-    :class:`sim.cycles.holonomy.FieldModel` states every cycle.
+    :class:`sim.cycles.holonomy.FieldCycles` states every cycle.
 
     Stalls: the next score is made when the last one has been taken. Scores of a head begin when its first block is
     complete and those of the head before have left, and wait for the blocks that they need. Sums have two slots: a head
@@ -136,9 +136,13 @@ class HolonomyField(wiring.Component):
             mirror.address.eq(Cat(score.row, score.column)),
         ]
 
-        # What is issued, and when: a last product, else a step of a word, else a step of a Gram product.
-        gram = Signal()
-        m.d.comb += gram.eq(score.gram_active & score.there & ~load.issue & ~final & free)
+        # What is issued, and when: a last product, else words and Gram products in turn.
+        gram, wanted = Signal(), Signal()
+        m.d.comb += [
+            wanted.eq(score.gram_active & score.there),
+            gram.eq(wanted & ~load.issue & ~final & free),
+        ]
+        m.d.sync += load.yields.eq(wanted & ~gram)
         word_line = delayed(m, "word", load.issue, p.product_cycles + 1, reset_less=False)
         gram_line = delayed(m, "gram", gram, p.product_cycles, reset_less=False)
         final_line = delayed(m, "final", final, p.result_cycles - 1, reset_less=False)
@@ -296,12 +300,13 @@ class _Load:
 
     Members: ``issue``; ``step`` of the vector, ``token`` of the block, ``block``, ``slot``; ``block_end``,
     ``head_end``; ``filling`` a head whose words ended early; ``stored`` the energy of a block; ``full`` a head with a
-    complete block waits with its constants for the scores, ``taken`` by them.
+    complete block waits with its constants for the scores, ``taken`` by them; ``yields`` its turn to a Gram step.
     """
 
     def __init__(self, m: Module, unit: HolonomyField, final: Signal, free: Value, next_stored: Signal) -> None:
         p = unit.params
         self.issue, self.block_end, self.head_end = Signal(), Signal(), Signal()
+        self.yields = Signal()
         self.step = Signal(index_bits(p.max_steps))
         self.token = Signal(p.block_bits)
         self.block = Signal(index_bits(p.max_blocks))
@@ -345,7 +350,7 @@ class _Load:
         word = unit.i
         word_end, token_end, turn = Signal(), Signal(), Signal()
         m.d.comb += [
-            turn.eq(loading & ~final & free),
+            turn.eq(loading & ~final & ~self.yields & free),
             self.issue.eq(turn & (word.valid | self.filling)),
             word_end.eq(self.step[: index_bits(p.word_steps)].all() if p.word_steps > 1 else 1),
             word.ready.eq(dropping | (turn & ~self.filling & word_end)),

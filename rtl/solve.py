@@ -273,12 +273,16 @@ class SolveLane(wiring.Component):
         with m.Else():
             m.d.sync += amount.eq(PRODUCT_SHIFT)
 
-        # Shift, one bit more for the rounding: by eights at 8, by ones at 9. Sum with c at 10, saturated at 11.
-        fine = Signal(signed(p.shifted_bits + 1), reset_less=True)
+        # Shift, one bit more for the rounding: by eights at 8, by twos and one at 9. Sum with c at 10, saturated at 11.
+        shape = signed(p.shifted_bits + 1)
         doubled = Cat(Const(0, 1), total).as_signed()
         by_eights = [(amount[3:] == n, doubled >> (8 * n)) for n in range(4)]
-        coarse = registered_choice(m, "coarse", signed(p.shifted_bits + 1), by_eights)
-        m.d.sync += fine.eq(coarse >> delayed(m, "fine_amount", amount[:3], 1)[1])
+        coarse = registered_choice(m, "coarse", shape, by_eights)
+        amount_8 = delayed(m, "fine_amount", amount[:3], 1)[1]
+        by_twos = registered_choice(m, "fine", shape, [(amount_8[1:] == n, coarse >> (2 * n)) for n in range(4)])
+        by_one = delayed(m, "fine_one", amount_8[0], 1)[1]
+        fine = Signal(shape)
+        m.d.comb += fine.eq(Mux(by_one, by_twos >> 1, by_twos))
         # A shifted value of more than 19 bits leaves the range whatever c is.
         negative = stage["negative"][9]
         value = fine[1 : REGISTER_BITS + 2]

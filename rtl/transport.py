@@ -629,8 +629,8 @@ class TransportCore(wiring.Component):
             m.submodules[f"pair_{n}"] = adder = JoinedAdder(_SQUARE_BITS, target=self._target)
             for part in range(2):
                 m.d.comb += [
-                    getattr(adder, f"x{part}").eq(x[part].as_signed()), getattr(adder, f"y{part}").eq(y[part].as_signed()),
-                ]  # fmt: skip
+                    getattr(adder, f"{side}{part}").eq(parts[part].as_signed()) for side, parts in (("x", x), ("y", y))
+                ]
             m.d.sync += total.eq(adder.o)
             read = table.read_port()
             m.d.comb += read.addr.eq(total)
@@ -856,7 +856,7 @@ class _Buffer:
         self.name = name
         self.token = Signal(name=f"{name}_token")
         written = Signal(_ADDRESS, name=f"{name}_written")
-        count = Signal(_POINTER, name=f"{name}_count")
+        count = Signal(_POINTER, name=f"{name}_count", init=1)  # the word's number in its token, from 1
         is_open = Signal(name=f"{name}_open")
         level = Signal(_POINTER, name=f"{name}_level")
         taken = Signal(name=f"{name}_taken")
@@ -864,7 +864,7 @@ class _Buffer:
         m.d.comb += [
             port.ready.eq(is_open & ~level[-1]),
             taken.eq(port.valid & port.ready),
-            last.eq(count == words - 1),
+            last.eq(count == words),
             self.token.eq(taken & last),
         ]
         m.d.sync += [
@@ -872,7 +872,7 @@ class _Buffer:
             level.eq(level + taken - Mux(expanded, words, 0)),
         ]
         with m.If(taken):
-            m.d.sync += count.eq(Mux(last, 0, count + 1))
+            m.d.sync += count.eq(Mux(last, 1, count + 1))
         if tokens is not None:
             left = Signal(17, name=f"{name}_left")
             with m.If(self.token):

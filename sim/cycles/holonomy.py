@@ -20,8 +20,8 @@ __all__ = ["FieldCycles", "FieldStep", "FieldTiming", "field_timing"]
 class FieldTiming:
     """Cycles of a run with a sink that never stalls. P is :class:`dtp.holonomy.FieldParams`.
 
-    A cycle issues one of: the last product of a score, else a step of a word, else a step of a Gram product. A word
-    takes ``P.word_steps`` steps and leaves the input with its last one.
+    A cycle issues one of: the last product of a score, else a step of a word or one of a Gram product, in turn where
+    both wait. A word takes ``P.word_steps`` steps and leaves the input with its last one.
 
     - A job is taken when it is offered, the job before had its last step issued and was handed over to the scores in an
       earlier cycle; its first word is issued a cycle later at the earliest.
@@ -111,6 +111,7 @@ class FieldCycles:
         self._left: list[_Score] = []
         self._start = self._gram_left = self._gram_done = 0
         self._gram_known = False
+        self._yields = False  # a Gram step waited in the cycle before
         self._offered_from: int | None = None
         self._last_taken = -1
 
@@ -145,7 +146,9 @@ class FieldCycles:
                 self._begin(now + 1)
             else:
                 self._free_from = now + 1
-        if not final and self._steps_left and now >= self._words_from and word_valid:
+        wanted = bool(self._gram_left) and now >= self._start and self._there <= now
+        gram = False
+        if not final and not self._yields and self._steps_left and now >= self._words_from and word_valid:
             assert self._newest is not None
             self._steps_left -= 1
             word_taken = self._steps_left % p.word_steps == 0
@@ -154,10 +157,12 @@ class FieldCycles:
                 self._complete.append(now + p.product_cycles + 2)
             if not self._steps_left:
                 self._job_free = now + 1
-        elif not final and self._gram_left and now >= self._start and self._there <= now:
+        elif not final and wanted:
+            gram = True
             self._gram_left -= 1
             if not self._gram_left:
                 self._gram_known, self._gram_done = True, now + p.product_cycles + 1
+        self._yields = wanted and not gram
         return FieldStep(job_taken, word_taken, score_taken)
 
     def _begin(self, start: int) -> None:

@@ -351,7 +351,9 @@ def test_reset_forgets_everything(seed: int) -> None:
 
 
 def test_a_head_streams_in_while_the_rows_before_it_leave() -> None:
-    """Words never wait for scores but for their last products, once every score."""
+    """Words and the products of scores take turns: words wait for a score's Gram steps and its last product, no more,
+    and the rows of a head have left before the words of the next one end, though these come in every cycle.
+    """
     params, random = PARAMS["ecp5-85k, d = 16"], np.random.default_rng(7)
     heads = [_head(params, random, tokens=128) for _ in range(3)]
     for head in heads:
@@ -359,9 +361,11 @@ def test_a_head_streams_in_while_the_rows_before_it_leave() -> None:
         head.u = random.integers(-9000, 9000, (128, 16))
     run = _simulate(params, heads, random, expected=192)
     _check(params, heads, run)
-    steps = 128 * 4 * params.word_steps
+    steps, blocks = 128 * 4 * params.word_steps, 8
     second = run.words[512:1024]
-    assert second[-1] - second[0] <= steps + 64
+    computed = blocks * (blocks + 1) // 2
+    assert steps + computed < second[-1] - second[0] <= steps + computed * (4 * params.word_steps + 1)
+    assert run.cycles[blocks**2 - 1] < second[-1]
 
 
 def test_ecp5_cells() -> None:
