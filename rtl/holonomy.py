@@ -21,7 +21,7 @@ from dtp.transport import STATE_BITS
 from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import LATENCY, MultiplexedAdder, Multiplier, Target
-from rtl.lib.reduce import index_bits
+from rtl.lib.reduce import cleared_registers, index_bits, joined
 
 __all__ = ["BlockScoreLayout", "FieldJobLayout", "FieldWordLayout", "HolonomyField"]
 
@@ -229,13 +229,9 @@ class HolonomyField(wiring.Component):
                 sources.append(("half", final_line[1], Cat(halves[n], Const(0, 1)), Cat(score.factor, Const(0, 1))))
             for name, gate, *values in sources:
                 for side, value in enumerate(values):
-                    part = Signal(signed(REGISTER_BITS), name=f"{name}_{n}_{side}", reset_less=True)
-                    with m.If(gate):
-                        m.d.sync += part.eq(value)
-                    with m.Else():
-                        m.d.sync += part.eq(0)
-                    parts[side].append(part)
-            a, b = (_or(side) for side in parts)
+                    word = f"{name}_{n}_{side}"
+                    parts[side] += cleared_registers(m, word, signed(REGISTER_BITS), [(gate, value)])
+            a, b = (joined(side) for side in parts)
             if self._borrowed:
                 m.d.comb += [self.operands[n].a.eq(a), self.operands[n].b.eq(b)]
                 products.append(self.products[n])
@@ -580,13 +576,6 @@ class _Score:
             m.d.sync += [shift.eq(shift - 1), shifted.eq(shift == 1), over.eq(over | self.numerator[-1])]
         with m.If(final):
             m.d.sync += self.capped.eq(over | self.numerator[NUMERATOR_SHIFT + SCALE_LIMIT_BITS :].any())
-
-
-def _or(values: list[Value]) -> Value:
-    total = values[0]
-    for value in values[1:]:
-        total = total | value
-    return total
 
 
 def _tree(m: Module, values: list[Value]) -> Signal:

@@ -15,7 +15,7 @@ from rtl.layouts import RecordKind, RecordLayout
 from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import MultiplexedAdder, Multiplier, Target
-from rtl.lib.reduce import count_ones, index_bits
+from rtl.lib.reduce import count_ones, index_bits, joined
 from rtl.lib.streams import StreamQueue
 
 __all__ = ["Normaliser", "OutputLayout"]
@@ -248,10 +248,10 @@ class Normaliser(wiring.Component):
         for byte in range(p.word_bits // 8):
             turns = [(status_turn[n], n * p.word_bits // 8 + byte) for n in range(p.status_words)]
             ones = Signal(name=f"ones_{byte}")
-            m.d.comb += ones.eq(_or([turn & full[place] for turn, place in turns if place in full] or [Const(0, 1)]))
+            m.d.comb += ones.eq(joined([turn & full[place] for turn, place in turns if place in full] or [Const(0, 1)]))
             for bit in range(8):
                 parts = [turn & fields[8 * place + bit] for turn, place in turns if place < STATUS_BYTES]
-                chosen.append(_or([ones, *parts]))
+                chosen.append(joined([ones, *parts]))
         with m.If(status_now):
             m.d.sync += [status_word.eq(Cat(chosen)), status_turn.eq(status_turn.rotate_left(1))]
         with m.Else():
@@ -361,7 +361,7 @@ class Normaliser(wiring.Component):
         pairs: list[tuple[Value, Value]] = []
         for row in range(word_rows):
             pair = Signal(bits, name=f"reciprocal_{row}", reset_less=True)
-            m.d.sync += pair.eq(_or([data[:bits] for data in read[row::word_rows]]))
+            m.d.sync += pair.eq(joined([data[:bits] for data in read[row::word_rows]]))
             pairs.append((pair[MANTISSA_BITS:], pair[:MANTISSA_BITS]))
         # Late enough for a status record just before the group to have cleared its counter.
         return pairs, delayed(m, "scores", scores, MULTIPLIER_CYCLES, reset_less=False)[-1]
@@ -530,14 +530,3 @@ class _Count:
         bits = len(self.value)
         with m.If(up ^ down):
             m.d.sync += self.value.eq(self.value + Cat(Const(1, 1), down.replicate(bits - 1)))
-
-
-
-def _or(values: list[Value]) -> Value:
-    while len(values) > 1:
-        values = [_or_pair(values[n : n + 2]) for n in range(0, len(values), 2)]
-    return values[0]
-
-
-def _or_pair(values: list[Value]) -> Value:
-    return values[0] if len(values) == 1 else values[0] | values[1]

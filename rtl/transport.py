@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from amaranth.hdl import Array, Cat, Const, Module, Mux, Shape, Signal, Value, signed, unsigned
+from amaranth.hdl import Array, Cat, Const, Module, Mux, Signal, Value, signed, unsigned
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
@@ -24,7 +24,7 @@ from dtp.transport import (
 from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import JoinedAdder, LogicMultiplier, MultiplexedAdder, Multiplier, Target
-from rtl.lib.reduce import cleared_registers, count_ones, index_bits, joined, registered_choice
+from rtl.lib.reduce import cleared_registers, count_ones, index_bits, joined, registered_choice, sum_tree
 from rtl.lib.streams import PrefetchQueue, RegisterSlice
 from rtl.solve import JobLayout, SolveLane
 
@@ -333,7 +333,7 @@ class TransportCore(wiring.Component):
                         if isinstance(unit, Multiplier):
                             m.d.comb += unit.a_enable.eq(1)
                         terms[j].append(unit.o)
-                sums[v].append([_tree(m, f"sum_{v}_{block}_{j}", terms[j]) for j in range(TILE_COLUMNS)])
+                sums[v].append([sum_tree(m, f"sum_{v}_{block}_{j}", terms[j]) for j in range(TILE_COLUMNS)])
         self._project(m, tags, valids, sums, lanes, lane_bits)
         self._expand(m, job, tags, valids, sums, vectors, start, room, issue & expanding & last_group)
 
@@ -373,7 +373,7 @@ class TransportCore(wiring.Component):
         valid = valids[cycle] & ~tag.expanding
         for v in range(p.vectors):
             for c in range(TILE_COLUMNS):
-                total = _tree(m, f"project_{v}_{c}", [block[c][:bits].as_signed() for block in sums[v]])
+                total = sum_tree(m, f"project_{v}_{c}", [block[c][:bits].as_signed() for block in sums[v]])
                 m.submodules[f"sums_{v}_{c}"] = memory = Memory(
                     shape=signed(p.sum_bits), depth=1 << len(place), init=[]
                 )
@@ -594,7 +594,7 @@ class TransportCore(wiring.Component):
         terms = self._squares(m, pairs) if squares else self._products(m, pairs)
         sums = Signal(data.ArrayLayout(signed(p.gram_sum_bits), _PAIRS), reset_less=True)
         for n in range(_PAIRS):
-            total = _tree(m, f"gram_{n}", terms[n * p.gram_rows : (n + 1) * p.gram_rows])
+            total = sum_tree(m, f"gram_{n}", terms[n * p.gram_rows : (n + 1) * p.gram_rows])
             following = self._add(m, f"gram_sum_{n}", p.gram_sum_bits, firsts[stages], sums[n], total)
             with m.If(valids[stages]):
                 m.d.sync += sums[n].eq(following)
@@ -894,18 +894,3 @@ class _Buffer:
             memories.append(memory)
         self.address, self.data = memories[0].address, memories[0].data
         self.second_address, self.second_data = memories[-1].address, memories[-1].data
-
-
-def _tree(m: Module, name: str, terms: list[Value]) -> Value:
-    """Their sum, a cycle a level."""
-    level = 0
-    while len(terms) > 1:
-        level += 1
-        following = []
-        for n in range(0, len(terms), 2):
-            total = terms[n] + terms[n + 1]
-            register = Signal(Shape.cast(total.shape()), name=f"{name}_{level}_{n}", reset_less=True)
-            m.d.sync += register.eq(total)
-            following.append(register)
-        terms = following
-    return terms[0]

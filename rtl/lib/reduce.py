@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import reduce
-from operator import or_
 
 from amaranth.hdl import Const, Module, Mux, ShapeLike, Signal, Value
 
@@ -44,8 +42,11 @@ def cleared_registers(
 
 
 def joined(values: Iterable[Value]) -> Value:
-    """OR of values."""
-    return reduce(or_, values)
+    """OR of values, as a tree."""
+    left = list(values)
+    while len(left) > 1:
+        left = [left[n] | left[n + 1] if n + 1 < len(left) else left[n] for n in range(0, len(left), 2)]
+    return left[0]
 
 
 def registered_choice(m: Module, name: str, shape: ShapeLike, choices: Iterable[tuple[Value, Value]]) -> Value:
