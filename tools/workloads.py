@@ -106,6 +106,8 @@ def random_workload(
             raise must("random_workload", name, "an integer of at least 0", value)
     if torsion and not transport_rank:
         raise must("random_workload", "torsion", "off without a transport_rank", torsion)
+    if transport_rank > width:
+        raise must("random_workload", "transport_rank", f"at most the width {width}", transport_rank)
     if heads % kv_heads:
         raise must("random_workload", "heads", f"a multiple of kv_heads {kv_heads}", heads)
     if mode.is_metric and frame_rank > width:

@@ -199,7 +199,11 @@ def build_bench(
     with _locked(done.with_suffix(".lock")):
         if (done / FEEDER).is_file():
             return done
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=builds) as temporary:
+        # What a build left that was killed: nobody else builds this one now.
+        prefix = f".building-{done.name}-"
+        for left in builds.glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=builds) as temporary:
             folder = Path(temporary) / "build"
             folder.mkdir()
             _compile(verilog, bench, driver, waves, folder, env)

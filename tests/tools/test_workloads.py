@@ -149,6 +149,7 @@ def test_a_random_layer_gives_the_attention_its_operands() -> None:
     ("change", "message"),
     [
         ({"transport_rank": -1}, r"transport_rank must be an integer of at least 0, not -1"),
+        ({"transport_rank": 17}, r"transport_rank must be at most the width 16, not 17"),
         ({"mlp_width": -1}, r"mlp_width must be an integer of at least 0, not -1"),
         ({"torsion": True}, r"torsion must be off without a transport_rank, not True"),
         ({"tokens": 0}, r"tokens must be an integer from 1 to 1048576, not 0"),

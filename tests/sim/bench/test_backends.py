@@ -221,8 +221,15 @@ def test_failed_build_leaves_nothing_that_looks_good(top: Path, tmp_path: Path) 
     for driver in (BARE, COCOTB):
         with pytest.raises(SimulationError, match="syntax error"):
             build(broken, driver, cache_dir=tmp_path / "cache")
-    left = sorted(path.suffix for path in (tmp_path / "cache" / "cosim").iterdir())
-    assert left == [".lock", ".lock"]
+    builds = tmp_path / "cache" / "cosim"
+    assert sorted(path.suffix for path in builds.iterdir()) == [".lock", ".lock"]
+    # Nor does one that was killed, once somebody asks for the same again.
+    for lock in list(builds.iterdir()):
+        (builds / f".building-{lock.stem}-killed" / "build").mkdir(parents=True)
+    for driver in (BARE, COCOTB):
+        with pytest.raises(SimulationError, match="syntax error"):
+            build(broken, driver, cache_dir=tmp_path / "cache")
+    assert sorted(path.suffix for path in builds.iterdir()) == [".lock", ".lock"]
 
 
 def test_build_is_made_once_for_all_callers(top: Path) -> None:
