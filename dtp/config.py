@@ -422,7 +422,8 @@ class Config(BaseModel):
 
 
 def _one_line(error: ValidationError) -> DtpError:
-    first = error.errors()[0]
+    # A key that is not one is often the missing one, misspelt.
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "value_error":
         return DtpError(str(first["ctx"]["error"]))

@@ -363,7 +363,7 @@ def quantise_geometry(config: Config, workload: Workload, source: Source, *, see
     if not run.holonomy:
         return Geometry(replace(run, words=0), scores=scores)
     if workload.connection_a is None or workload.connection_b is None:
-        raise must("Workload", "connection_a", "there for scores of holonomy", None)
+        raise must("Workload", "connection_a", "there for scores of holonomy (not for the source table)", None)
     if workload.transport is not TransportKind.CAYLEY:
         kind = None if workload.transport is None else workload.transport.value
         raise must("Workload", "transport", "cayley for scores of holonomy", kind)

@@ -56,9 +56,11 @@ class State(enum.Enum, shape=4):  # type: ignore[call-arg]
 
 @dataclass(frozen=True)
 class _Counter:
-    """Places of a stream of passes × tokens × words; ``last`` of each, and what goes on by one word."""
+    """Places of a stream of passes × tokens × words, ``last`` of each, and whether a pass is the first or the last."""
 
     step: Signal
+    first: Signal
+    last: Signal
     token: Signal
     word: Signal
     word_last: Value
@@ -243,8 +245,11 @@ class Geometry(wiring.Component):
         self._probes_used = probes_used
         memory = BlockMemory(m, "probes", unsigned(p.probe_word_bits), 2 * _power(p.max_words), target=self._target)
         probe_free = Signal()
+        with m.If(start):
+            m.d.sync += probe_free.eq(1)
+        with m.Else():
+            m.d.sync += probe_free.eq((step == probes_used) | (step == probes_used + 1))
         m.d.comb += [
-            probe_free.eq((step == probes_used) | (step == probes_used + 1)),
             memory.write.addr.eq(Cat(word[: (_power(p.max_words) - 1).bit_length()], step[0])),
             memory.write.data.eq(contents["probe"][: p.probe_word_bits]),
             core.factors.payload.eq(contents["factor"][: p.transport.factor_word_bits]),
@@ -453,8 +458,8 @@ class Geometry(wiring.Component):
         to_probe, from_before = Signal(), Signal()
         m.d.comb += [
             into_last.eq(1 if paired else second | ~from_before),
-            to_probe.eq(into.step != fields["heads"]),
-            from_before.eq(into.step != 0),
+            to_probe.eq(~into.last),
+            from_before.eq(~into.first),
             probe_memory.address.eq(Cat(into.word[:word_bits], into.step[0])),
             memory.address.eq(Cat(into.word[:word_bits], into.token)),
             core.state.valid.eq(offered),
@@ -483,18 +488,18 @@ class Geometry(wiring.Component):
         results = core.o.payload.data.as_value()
         kept = results[: lanes * STATE_BITS]
         keeps, passes, given = Signal(), Signal(), Signal()
-        ends = ~keeps if paired else ~keeps | (out.step == 0)
+        ends = out.last if paired else out.last | out.first
         m.d.comb += [
-            out_last.eq(1 if paired else second_out | (out.step == 0)),
-            keeps.eq(out.step != fields["heads"]),
-            passes.eq((out.step != 0) & (second_out | paired)),
+            out_last.eq(1 if paired else second_out | out.first),
+            keeps.eq(~out.last),
+            passes.eq(~out.first & (second_out | paired)),
             core.end.eq(gone & out_last & out.word_last & out.token_last & ends),
             core.o.ready.eq(routing & (~passes | field.i.ready)),
             gone.eq(core.o.valid & core.o.ready),
             field.i.valid.eq(core.o.valid & passes & routing),
             field.i.payload.data.eq(results[-lanes * STATE_BITS :]),
             field.i.payload.last.eq(out.word_last & out.token_last),
-            field.job.valid.eq(routing & (out.step != 0) & ~given),
+            field.job.valid.eq(routing & ~out.first & ~given),
             memory.write.en.eq(gone & keeps & (~second_out | paired)),
             memory.write.addr.eq(Cat(out.word[:word_bits], out.token)),
             memory.write.data.eq(kept),
@@ -511,21 +516,28 @@ class Geometry(wiring.Component):
         with m.If(holonomy):
             m.d.sync += [feeding.eq(1), routing.eq(1)]
             for counter in (into, out):
-                m.d.sync += counter.step.eq(0)
+                m.d.sync += [counter.step.eq(0), counter.first.eq(1), counter.last.eq(0)]
 
     def _counter(self, m: Module, name: str, fields: dict[str, Value], moves: Value) -> _Counter:
         """Counts words, tokens and passes of a stream that goes on by a word with ``moves``."""
         p = self.params
-        step = Signal(range(MAX_HEADS + 2), name=f"{name}_step")
+        step, following = (Signal(range(MAX_HEADS + 2), name=f"{name}_step{end}") for end in ("", "_following"))
+        first, last = Signal(name=f"{name}_first"), Signal(name=f"{name}_last")
         token = Signal(range(p.max_tokens), name=f"{name}_token")
         word = Signal(range(max(2, p.max_words)), name=f"{name}_word")
         word_last, token_last = Signal(name=f"{name}_word_last"), Signal(name=f"{name}_token_last")
-        m.d.comb += [word_last.eq(word == fields["last_word"]), token_last.eq(token == fields["last_token"])]
+        m.d.comb += [
+            word_last.eq(word == fields["last_word"]),
+            token_last.eq(token == fields["last_token"]),
+            following.eq(step + 1),
+        ]
         with m.If(moves):
             m.d.sync += word.eq(Mux(word_last, 0, word + 1))
             with m.If(word_last):
-                m.d.sync += [token.eq(Mux(token_last, 0, token + 1)), step.eq(step + token_last)]
-        return _Counter(step, token, word, word_last, token_last)
+                m.d.sync += token.eq(Mux(token_last, 0, token + 1))
+                with m.If(token_last):
+                    m.d.sync += [step.eq(following), first.eq(0), last.eq(following == fields["heads"])]
+        return _Counter(step, first, last, token, word, word_last, token_last)
 
 
 def _above(value: Value, limit: int) -> Value:

@@ -289,6 +289,23 @@ def stale_message(report: FpgaReport, config_hash: str) -> str | None:
     )
 
 
+DRIFT = 0.01
+"""So much may the LUT4 and registers of a report differ from those of today's netlist, which names alone change."""
+
+
+def netlist_message(report: FpgaReport, packed: FpgaReport) -> str | None:
+    """One line that says that the report is of another netlist than ``packed``; ``None`` when it is of the same."""
+    counts = [(getattr(report, name), getattr(packed, name)) for name in ("lut4", "ff")]
+    near = all(abs(then - now) <= DRIFT * now for then, now in counts)
+    if near and (report.dsp, report.bram) == (packed.dsp, packed.bram):
+        return None
+    return (
+        f"the report of {report.name} is of another netlist: {report.lut4:,} LUT4, {report.ff:,} FF, {report.dsp} DSP, "
+        f"{report.bram} BRAM, today {packed.lut4:,}, {packed.ff:,}, {packed.dsp}, {packed.bram}; "
+        "run place and route again"
+    )
+
+
 # --- the flow ---
 
 

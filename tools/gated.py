@@ -122,7 +122,7 @@ class GatedModels:
     plain: jobs as they are sent
     models: those of the kept blocks, as of an attention with that block mask
     cycles_dense: of the same jobs without a gate
-    output_error: squared difference of the outputs to those of dense attention over the square of the latter
+    output_error: ‖o − o_dense‖ ÷ ‖o_dense‖ of all outputs
     """
 
     geometry: Geometry
@@ -159,7 +159,7 @@ class GateFigures:
     kept_fraction: kept ÷ legal
     cycles_dense: cycle model of the same jobs without a gate
     cycles_ratio: cycles of the model ÷ ``cycles_dense``
-    output_error: of the outputs to those of dense attention, relative, squared
+    output_error: ‖o − o_dense‖ ÷ ‖o_dense‖ of all outputs
     """
 
     source: str
@@ -223,7 +223,7 @@ def gated_models(
         plain=plain,
         models=models,
         cycles_dense=int(predict(config, dense).total_cycles),
-        output_error=float((error**2).sum() / max((exact**2).sum(), np.finfo(float).tiny)),
+        output_error=float(np.linalg.norm(error) / max(np.linalg.norm(exact), np.finfo(float).tiny)),
     )
 
 

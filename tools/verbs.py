@@ -212,7 +212,8 @@ class SimulateResult(Result):
     macs: useful ones, see :meth:`~dtp.workload.Workload.useful_macs`
     cycles_model: from the first input beat to the last output beat, both included
     array_utilisation: macs ÷ (cycles × MACs of the array)
-    array_busy_cycles, stalls: of the cycle model
+    array_start_cycle: of the array's first step, in the cycle model; behind a gate it waits for the first mask row
+    array_busy_cycles, stalls: of the cycle model; stalls are those between the array's first and last step
     sqnr_db: worst head against PyTorch float64, None without PyTorch or without an error
     sqnr_floor_db: the same of a float computation on the quantised operands
     sqnr_db_heads, sqnr_floor_db_heads: of every head
@@ -227,6 +228,7 @@ class SimulateResult(Result):
     macs: int
     cycles_model: int
     array_utilisation: float
+    array_start_cycle: int
     array_busy_cycles: int
     stalls: dict[str, int]
     cycle_model_wall_s: float
@@ -583,6 +585,7 @@ def models_of(
         "macs": macs,
         "cycles_model": cycles,
         "array_utilisation": macs / (cycles * config.macs),
+        "array_start_cycle": int(prediction.start_cycle),
         "array_busy_cycles": int(prediction.array_busy_cycles),
         "stalls": {name: int(count) for name, count in prediction.stalls.items()},
         "cycle_model_wall_s": model_wall_s,
@@ -884,6 +887,7 @@ def fpga(
     freq_mhz: float = 110.0,
     speed: int = 8,
     unit: Unit | str = Unit.ATTENTION,
+    pack_only: bool = False,
     save: bool = False,
     progress: Progress = quiet,
 ) -> Any:
@@ -895,6 +899,7 @@ def fpga(
     seeds : place-and-route runs, the fastest is reported
     freq_mhz : what placer and router aim at
     speed : grade of the device, 6 (slow) to 8
+    pack_only : count cells alone, in a minute or two; no clock
     save : also write the report to ``docs/fpga``
 
     Raises
@@ -909,26 +914,28 @@ def fpga(
         raise must("fpga", "seeds", "an integer of at least 1", seeds)
     if not 0 < freq_mhz < math.inf:
         raise must("fpga", "freq", "a finite number of MHz above 0", freq_mhz)
+    if pack_only and save:
+        raise must("fpga", "save", "absent with pack_only: a kept report has a clock", save)
     from rtl.emit import top_of
     from rtl.lib.multiplier import Target
-    from tools.fpga import LFE5U_85F, SPEED_GRADES, place_and_route, report_name, save_committed
+    from tools.fpga import LFE5U_85F, SPEED_GRADES, place_and_route, report_name, save_committed, synthesise
 
     if speed not in SPEED_GRADES:
         raise must("fpga", "speed", "6, 7 or 8", speed)
 
     chosen = as_unit(unit)
     top = top_of(config, chosen, target=Target.ECP5)
-    report = place_and_route(
-        top,
-        name=report_name(config.name, speed, chosen.value),
-        split=("attention", "attention.tile", "attention.runs") if chosen is Unit.GATED else (),
-        device=dataclasses.replace(LFE5U_85F, speed=speed),
-        ports=top.ports,  # type: ignore[arg-type]
-        freq_mhz=freq_mhz,
-        seeds=seeds,
-        config_hash=config.hash,
-        progress=lambda stage, lines: progress(f"{config.name}: {stage}, {lines} log lines", None),
-    )
+    common: dict[str, Any] = {
+        "name": report_name(config.name, speed, chosen.value),
+        "split": ("attention", "attention.tile", "attention.runs") if chosen is Unit.GATED else (),
+        "device": dataclasses.replace(LFE5U_85F, speed=speed),
+        "ports": top.ports,
+        "config_hash": config.hash,
+        "progress": lambda stage, lines: progress(f"{config.name}: {stage}, {lines} log lines", None),
+    }
+    if pack_only:
+        return synthesise(top, **common)
+    report = place_and_route(top, freq_mhz=freq_mhz, seeds=seeds, **common)
     if save:
         save_committed(report)
     return report

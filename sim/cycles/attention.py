@@ -53,12 +53,14 @@ class Prediction:
     stalls: cycles without a step between the array's first and last one, by what the next pass waited for:
         ``queries``, ``operands`` (keys or values), ``probabilities``, ``output`` (a free slot of the normaliser),
         ``gate`` (a mask row) and ``issue`` (the walk itself)
+    start_cycle: the cycle of the array's first step, 0 if it has none
     """
 
     beat_cycles: Int
     total_cycles: int
     array_busy_cycles: int
     stalls: dict[str, int] = field(default_factory=dict)
+    start_cycle: int = 0
 
 
 class Rows(Protocol):
@@ -135,7 +137,7 @@ class _Walk:
         self.courses: dict[tuple[object, ...], _Course] = {}
         self.course: _Course | None = None  # of the group that is being walked through
         self.base = 0
-        self.busy = 0
+        self.busy = self.start_cycle = 0
         self.stalls = dict.fromkeys(("queries", "operands", "probabilities", "output", "gate", "issue"), 0)
         self.late_row = 0  # cycles that the walk waited for the row of this group, less those that were counted
 
@@ -144,7 +146,7 @@ class _Walk:
             self._job(number, head)
         beats = self.normaliser.beats()
         total = int(beats[-1]) + 1 if len(beats) else 0
-        return Prediction(beats, total, self.busy, self.stalls)
+        return Prediction(beats, total, self.busy, self.stalls, self.start_cycle)
 
     def _job(self, number: int, head: Head) -> None:
         c, job = self.config, head.job
@@ -334,6 +336,7 @@ class _Walk:
                 late += gated
             self.stalls[idle] += gap - late
         starts = []
+        idle_before = not self.busy
         for news in operands:
             ready = news + OPERAND_CYCLES
             if ready > start:
@@ -345,5 +348,7 @@ class _Walk:
             start += length
         self.starts = starts
         self.first_step = starts[0]
+        if idle_before:
+            self.start_cycle = starts[0] + self.config.operand_read_cycles
         self.last_step = start - 1
         return last_feed

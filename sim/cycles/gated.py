@@ -170,7 +170,7 @@ class _RunCycles:
         self._ended: int | None = None
         # Between engine and field: words of the engine's states and outputs, tokens to be read.
         self._into, self._out = _Place(run, self._paired), _Place(run, self._paired)
-        self._used = self._there = 0
+        self._used = self._used_next = self._there = 0  # pass whose probe is in use, as the input knows it
         self._offered = self._given = False
         # Scores: the head that is gated.
         self._head = 0
@@ -286,7 +286,7 @@ class _RunCycles:
                 self._count = 0 if whole else self._count + 1
                 self._lane += whole
             ends = self._lane == self._sections[0][2]
-        self._used = self._into.step
+        self._used, self._used_next = self._used_next, self._into.step
         if not ends:
             return
         self._lane = 0

@@ -95,6 +95,13 @@ def test_missing_key_is_named() -> None:
         Config.from_mapping(table)
 
 
+def test_a_misspelt_key_is_named_and_not_the_one_that_is_missing() -> None:
+    table = Config.load("tiny").model_dump()
+    table["lanez"] = table.pop("lanes")
+    with pytest.raises(DtpError, match=r"^Config\.lanez is not a key; the keys are name, rows, lanes, "):
+        Config.from_mapping(table)
+
+
 def test_unknown_preset_lists_the_valid_ones() -> None:
     with pytest.raises(DtpError, match="tiny, ecp5-85k, wide"):
         Config.load("huge")

@@ -173,7 +173,7 @@ def _without(made: Workload, **fields: object) -> Workload:
     ("changes", "source", "message"),
     [
         ({"connection_a": None, "connection_b": None, "transport": None}, Source.HOLONOMY,
-         r"Workload\.connection_a must be there for scores of holonomy, not None"),
+         r"Workload\.connection_a must be there for scores of holonomy \(not for the source table\), not None"),
         ({"transport": "linear"}, Source.HOLONOMY,
          r"Workload\.transport must be cayley for scores of holonomy, not .*linear.*"),
         ({"scores": None}, Source.BOTH, r"Workload\.scores must be there for scores of a table, not None"),

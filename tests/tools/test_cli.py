@@ -422,6 +422,24 @@ def test_missing_torch_is_exit_3(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     refused(run("workload", "digits", "-o", "w"), "PyTorch", "pip install", status=3)
 
 
+def test_cells_alone_are_counted_without_a_clock(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import rtl.emit
+    import tools.fpga
+
+    def synthesise(design: Any, **options: Any) -> Any:
+        counts = {"lut4": 70, "ff": 60, "dsp": 5, "bram": 4}
+        return SimpleNamespace(
+            name=options["name"], device=options["device"].name, critical_path=(),
+            per_unit={"array": Resources(**counts)}, **counts,
+        )  # fmt: skip
+
+    monkeypatch.setattr(tools.fpga, "synthesise", synthesise)
+    monkeypatch.setattr(rtl.emit, "Top", lambda *_, **__: SimpleNamespace(ports={}))
+    status, out, _ = run("fpga", "tiny", "--pack-only")
+    assert status == 0 and "packed, not routed" in out and "70" in out and "MHz" not in out
+    refused(run("fpga", "tiny", "--pack-only", "--save"), "save", "pack_only")
+
+
 def test_bad_fpga_options(run: Run) -> None:
     refused(run("fpga", "tiny", "--seeds", "0"), "seeds", "0")
     refused(run("fpga", "tiny", "--freq", "nan"), "freq", "nan")

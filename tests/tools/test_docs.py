@@ -128,12 +128,19 @@ def test_the_examples_of_the_readme_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "build").mkdir()
     names: dict[str, object] = {}
-    first, second = re.findall(r"```python\n(.*?)```", README, re.DOTALL)  # the second goes on with the first's names
-    assert len(first.splitlines()) <= 12 and len(second.splitlines()) <= 12
+    # The second goes on with the first's names.
+    first, second, gated = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert all(len(example.splitlines()) <= 12 for example in (first, second, gated))
     exec(compile(first, "README.md", "exec"), names)
     assert capsys.readouterr().out == "(64, 16) True\n"
     exec(compile(second, "README.md", "exec"), names)
     assert cli.main(["simulate", "tiny", "build/own.safetensors"]) == 0
+    (made,) = [line for line in commands() if "-o build/gated.safetensors" in line]
+    assert cli.main(shlex.split(made)[1:]) == 0
+    capsys.readouterr()
+    exec(compile(gated, "README.md", "exec"), names)
+    equal, kept, error = capsys.readouterr().out.split()
+    assert equal == "True" and 0.4 < float(kept) < 0.6 and float(error) > 0
 
 
 def test_the_command_refreshes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

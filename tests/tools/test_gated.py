@@ -54,6 +54,7 @@ def test_figures() -> None:
     assert whole.cycles_dense == half.cycles_dense == dense.cycles_model
     assert whole.cycles_ratio == whole.cycles_model / dense.cycles_model
     assert whole.array_busy_cycles == dense.array_busy_cycles
+    assert whole.array_start_cycle > dense.array_start_cycle > 0
     assert half.array_busy_cycles < dense.array_busy_cycles and half.output_error > 0
     assert half.workload.kept_fraction == pytest.approx(half.kept_fraction)
     skipped = simulate_gated(TINY, made, GatePolicy(band=(0, 0)), reference=False)

@@ -16,6 +16,7 @@ from dtp.errors import DtpError, must
 from dtp.gated import GoldenGate, gated_golden, gated_heads, quantise_geometry
 from dtp.pruner import SCORE_BITS, Gate, Source
 from dtp.quantise import Head, quantise
+from dtp.units import Unit
 from dtp.workload import Workload
 from sim.cycles.attention import Prediction, predict
 from sim.cycles.gated import GateCycles
@@ -346,36 +347,30 @@ def gated_rtl(bench: Bench, cases: Sequence[Case]) -> Measured:
 
 
 def gated_area(bench: Bench, cases: Sequence[Case]) -> Measured:
-    """LUT4, DSP, BRAM and clock of the committed report of the gated top; LUT4 beside those of the tile."""
-    from tools.fpga import LFE5U_85F, load_committed, report_name, stale_message
+    """LUT4, DSP and BRAM of the gated top beside the tile, both packed now; the clock of its committed report."""
+    from tools.fpga import LFE5U_85F, load_committed, netlist_message, report_name, stale_message
 
     (case,) = cases
     config = case.config
     name = report_name(config.name, LFE5U_85F.speed, "gated")
-    report, tile = load_committed(name), load_committed(config.name)
-    if report is None or tile is None:
-        missing = name if report is None else config.name
-        return Measured("not measured", False, {}, (f"no committed report {missing}",))
-    # Heads of the gated top are no longer than its tokens; the tile is the same with either.
-    hashes = {config.hash, config.changed(max_tokens=max(case.tokens)).hash}
-    notes = tuple(
-        stale
-        for one, allowed in ((report, hashes), (tile, {config.hash}))
-        if one.config_hash not in allowed and (stale := stale_message(one, config.hash)) is not None
-    )
-    ratio = report.lut4 / tile.lut4
+    report = load_committed(name)
+    if report is None:
+        return Measured("not measured", False, {}, (f"no committed report {name}",))
+    top, tile = (bench.packed(config, unit) for unit in (Unit.GATED, Unit.ATTENTION))
+    stale = stale_message(report, config.hash) or netlist_message(report, top)
+    ratio = top.lut4 / tile.lut4
     clock = "packed, not routed" if report.fmax_mhz is None else f"{report.fmax_mhz:.1f} MHz routed"
     met = (
         report.routed and report.fmax_mhz is not None and report.fmax_mhz >= LEAST_MHZ and ratio <= LUT4_RATIO
-        and report.dsp <= DSP_LIMIT and report.bram <= BRAM_LIMIT and not notes
+        and top.dsp <= DSP_LIMIT and top.bram <= BRAM_LIMIT and stale is None
     )  # fmt: skip
     return Measured(
-        f"{ratio:.2f} × the tile's LUT4 ({report.lut4:,} against {tile.lut4:,}), {report.dsp} DSP, {report.bram} BRAM, "
+        f"{ratio:.3f} × the tile's LUT4 ({top.lut4:,} against {tile.lut4:,}), {top.dsp} DSP, {top.bram} BRAM, "
         f"{clock}, {report.device}",
         met,
-        {"lut4": report.lut4, "lut4_tile": tile.lut4, "ratio": ratio, "dsp": report.dsp, "bram": report.bram,
+        {"lut4": top.lut4, "lut4_tile": tile.lut4, "ratio": ratio, "dsp": top.dsp, "bram": top.bram,
          "fmax_mhz": report.fmax_mhz, "config_hash": report.config_hash},
-        notes,
+        () if stale is None else (stale,),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dtp.config import Config
+from dtp.units import Unit
 
 Progress = Callable[[str, float | None], None]
 
@@ -60,6 +61,7 @@ class Bench:
     progress: Progress = lambda _what, _fraction: None
     cache_dir: Path | None = None
     _verilog: dict[str, Path] = field(default_factory=dict)
+    _packed: dict[tuple[str, Unit], Any] = field(default_factory=dict)
 
     @cached_property
     def _folder(self) -> tempfile.TemporaryDirectory[str]:
@@ -75,6 +77,14 @@ class Bench:
             path.write_text(emit(config).verilog, encoding="utf-8")
             self._verilog[config.hash] = path
         return self._verilog[config.hash]
+
+    def packed(self, config: Config, unit: Unit) -> Any:
+        """Cells of the netlist of today: a :class:`tools.fpga.FpgaReport` without a clock."""
+        if (config.hash, unit) not in self._packed:
+            from tools.verbs import fpga
+
+            self._packed[config.hash, unit] = fpga(config, unit=unit, pack_only=True, progress=self.progress)
+        return self._packed[config.hash, unit]
 
     def close(self) -> None:
         """Remove the Verilog."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dtp.config import Config
+from dtp.units import Unit
 from tools.bench import accuracy, commutator, gated, hardware, holonomy, install
 from tools.bench.cases import Case
 from tools.bench.measured import Bench, Measured
-from tools.fpga import SPEED_GRADES, FpgaReport, load_committed, report_name, stale_message
+from tools.fpga import SPEED_GRADES, FpgaReport, load_committed, netlist_message, report_name, stale_message
 
 LUT4_PER_MAC = 85
 DSP_LIMIT = 138
@@ -53,7 +54,7 @@ def _report(bench: Bench, config: Config) -> tuple[FpgaReport | None, tuple[str,
         found = load_committed(config.name)
     if found is None:
         return None, (f"no committed report: dtp fpga {config.name} --save",)
-    stale = stale_message(found, config.hash)
+    stale = stale_message(found, config.hash) or netlist_message(found, bench.packed(config, Unit.ATTENTION))
     return found, () if stale is None else (stale,)
 
 
@@ -63,7 +64,8 @@ def _fpga(bench: Bench, cases: Sequence[Case], figure: str) -> Measured:
     report, notes = _report(bench, config)
     if report is None:
         return Measured("not measured", False, {}, notes)
-    good = not notes and report.device.startswith("LFE5U-85F")  # counts are those of the packed netlist
+    good = not notes and report.device.startswith("LFE5U-85F")
+    packed = bench.packed(config, Unit.ATTENTION)
     if figure == "clock":
         met = report.routed and report.fmax_mhz is not None and report.fmax_mhz >= LEAST_MHZ
         clock = "packed, not routed" if report.fmax_mhz is None else f"{report.fmax_mhz:.1f} MHz routed"
@@ -72,36 +74,36 @@ def _fpga(bench: Bench, cases: Sequence[Case], figure: str) -> Measured:
         if slow is not None and slow.fmax_mhz is not None and stale_message(slow, config.hash) is None:
             text += f"; {slow.fmax_mhz:.1f} MHz routed on speed grade {SPEED_GRADES[0]}"
     elif figure == "lut4":
-        met = report.lut4 <= LUT4_PER_MAC * config.macs
-        text = f"{report.lut4 / config.macs:.1f} ({report.lut4:,} LUT4)"
+        met = packed.lut4 <= LUT4_PER_MAC * config.macs
+        text = f"{packed.lut4 / config.macs:.1f} ({packed.lut4:,} LUT4)"
     else:
-        met = report.dsp <= DSP_LIMIT
-        text = f"{report.dsp}"
+        met = packed.dsp <= DSP_LIMIT
+        text = f"{packed.dsp}"
     figures = {
-        "lut4": report.lut4,
-        "ff": report.ff,
-        "dsp": report.dsp,
-        "bram": report.bram,
+        "lut4": packed.lut4,
+        "ff": packed.ff,
+        "dsp": packed.dsp,
+        "bram": packed.bram,
         "fmax_mhz": report.fmax_mhz,
         "config_hash": report.config_hash,
         "seed": report.seed,
-        "per_unit": {unit: dataclasses.asdict(used) for unit, used in report.per_unit.items()},
+        "per_unit": {unit: dataclasses.asdict(used) for unit, used in packed.per_unit.items()},
     }
     return Measured(text, bool(met and good), figures, notes)
 
 
 def fpga_clock(bench: Bench, cases: Sequence[Case]) -> Measured:
-    """Routed clock of the committed report, of this very configuration."""
+    """Routed clock of the committed report, of this very configuration and netlist."""
     return _fpga(bench, cases, "clock")
 
 
 def fpga_lut4(bench: Bench, cases: Sequence[Case]) -> Measured:
-    """LUT4 of the whole tile ÷ MACs of the array."""
+    """LUT4 of the whole tile, packed now, ÷ MACs of the array."""
     return _fpga(bench, cases, "lut4")
 
 
 def fpga_dsp(bench: Bench, cases: Sequence[Case]) -> Measured:
-    """18×18 multipliers of the whole tile."""
+    """18×18 multipliers of the whole tile, packed now."""
     return _fpga(bench, cases, "dsp")
 
 

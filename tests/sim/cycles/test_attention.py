@@ -83,7 +83,7 @@ def test_cycles_of_the_array_are_steps_or_stalls(cause: str, monkeypatch: pytest
     simulator.add_clock(1e-8)
     simulator.add_testbench(bench)
     simulator.run()
-    assert len(steps) == prediction.array_busy_cycles
+    assert (len(steps), steps[0]) == (prediction.array_busy_cycles, prediction.start_cycle)
     assert prediction.array_busy_cycles + sum(prediction.stalls.values()) == steps[-1] - steps[0] + 1
     assert prediction.stalls[cause] > 0
 
