@@ -17,6 +17,7 @@ from dtp.transport import STATE_BITS
 from rtl.attention import InputLayout
 from rtl.holonomy import HolonomyField
 from rtl.layouts import RowLayout
+from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Target
 from rtl.lib.streams import BlockQueue, ForwardRegister
@@ -449,7 +450,7 @@ class Geometry(wiring.Component):
         )
         there = Signal(range(p.max_tokens + 1))  # tokens in it that are still to be read
         written, read = Signal(), Signal()
-        m.d.sync += there.eq(there + written - read)
+        m.d.sync += there.eq(there + delayed(m, "written", written, 1, reset_less=False)[1] - read)
 
         # States: of the probe, then of what the pass before made of the token.
         feeding, second, offered, takes = Signal(), Signal(), Signal(), Signal()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from amaranth.hdl import Module, Shape, Signal
+from amaranth.hdl import Module, Mux, Shape, Signal
 from amaranth.lib import stream, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
@@ -169,21 +169,24 @@ class PrefetchQueue(wiring.Component):
     def elaborate(self, platform: object) -> Module:
         m = Module()
         memory = BlockMemory(m, "payloads", Shape.cast(self.i.payload.shape()), self.depth, target=self._target)
-        # One bit more than an address tells full from empty.
+        # One bit more than an address tells full from empty. ``o.ready`` comes late and only chooses.
         written, taken, following = (Signal(range(2 * self.depth)) for _ in range(3))
+        ahead, gone = Signal(range(2 * self.depth), init=1), Signal()
         m.d.comb += [
+            gone.eq(self.o.valid & self.o.ready),
             self.i.ready.eq((written ^ taken) != self.depth),
             memory.write.en.eq(self.i.valid & self.i.ready),
             memory.write.addr.eq(written[:-1]),
             memory.write.data.eq(self.i.payload),
-            following.eq(taken + (self.o.valid & self.o.ready)),
+            following.eq(Mux(gone, ahead, taken)),
             memory.address.eq(following[:-1]),
             self.o.payload.eq(memory.data),
         ]
         m.d.sync += [
             written.eq(written + memory.write.en),
             taken.eq(following),
-            self.o.valid.eq(written != following),
+            ahead.eq(Mux(gone, taken + 2, ahead)),
+            self.o.valid.eq(Mux(gone, written != ahead, written != taken)),
         ]
         return m
 

@@ -171,7 +171,7 @@ class _RunCycles:
         # Between engine and field: words of the engine's states and outputs, tokens to be read.
         self._into, self._out = _Place(run, self._paired), _Place(run, self._paired)
         self._used = self._used_next = self._there = 0  # pass whose probe is in use, as the input knows it
-        self._offered = self._given = False
+        self._offered = self._given = self._written = False
         # Scores: the head that is gated.
         self._head = 0
         self._look = start + 1
@@ -268,7 +268,8 @@ class _RunCycles:
             read = self._into.slot_last and self._into.word_last and step > 0
             self._into.move()
         self._offered = available and not takes
-        self._there += written - read
+        self._there += self._written - read
+        self._written = written
 
     def _load(self, now: int, kind: str, push: bool, factor_ready: bool) -> None:
         """The input moves on."""
