@@ -245,7 +245,8 @@ class Geometry(wiring.Component):
         probes, probes_used = Signal(range(MAX_HEADS + 1)), Signal(range(MAX_HEADS + 1))
         self._probes_used = probes_used
         memory = BlockMemory(m, "probes", unsigned(p.probe_word_bits), 2 * _power(p.max_words), target=self._target)
-        probe_free = Signal()
+        probe_free, taken_probe = Signal(), Signal()
+        m.d.comb += taken_probe.eq(source.o.valid & probe_free & whole["probe"])
         with m.If(start):
             m.d.sync += probe_free.eq(1)
         with m.Else():
@@ -302,7 +303,7 @@ class Geometry(wiring.Component):
                         with m.If(~fields["holonomy"]):
                             m.d.comb += section_end.eq(1)
             with m.Case(State.PROBE):
-                m.d.comb += [taken.eq(source.o.valid & probe_free), memory.write.en.eq(taken & whole["probe"])]
+                m.d.comb += [taken.eq(source.o.valid & probe_free), memory.write.en.eq(taken_probe)]
                 with m.If(taken & whole["probe"]):
                     m.d.sync += word.eq(Mux(probe_last, 0, word + 1))
                     with m.If(probe_last):
@@ -488,7 +489,7 @@ class Geometry(wiring.Component):
         out = self._counter(m, "out", fields, gone & out_last)
         results = core.o.payload.data.as_value()
         kept = results[: lanes * STATE_BITS]
-        keeps, passes, given = Signal(), Signal(), Signal()
+        keeps, passes, given, writes = Signal(), Signal(), Signal(), Signal()
         ends = out.last if paired else out.last | out.first
         m.d.comb += [
             out_last.eq(1 if paired else second_out | out.first),
@@ -501,10 +502,14 @@ class Geometry(wiring.Component):
             field.i.payload.data.eq(results[-lanes * STATE_BITS :]),
             field.i.payload.last.eq(out.word_last & out.token_last),
             field.job.valid.eq(routing & ~out.first & ~given),
-            memory.write.en.eq(gone & keeps & (~second_out | paired)),
+            writes.eq(gone & keeps & (~second_out | paired)),
+            written.eq(writes & out.word_last),
+        ]
+        # Written a cycle later, in which it is counted too.
+        m.d.sync += [
+            memory.write.en.eq(writes),
             memory.write.addr.eq(Cat(out.word[:word_bits], out.token)),
             memory.write.data.eq(kept),
-            written.eq(memory.write.en & out.word_last),
         ]
         with m.If(field.job.valid & field.job.ready):
             m.d.sync += given.eq(1)

@@ -208,13 +208,16 @@ class TransportCore(wiring.Component):
             in_flight.eq(in_flight + begin_project - expanded),
         ]
 
+        # As long as the job: its tokens come later than these.
+        only, two_slots = Signal(), Signal()
+        m.d.sync += [only.eq(~job.plain), two_slots.eq(both)]
         running, expanding, room = Signal(), Signal(), Signal()
         word, slot, group = Signal(len(job.last_word)), Signal(), Signal()
         word_last = Signal()  # ``word`` is the last one
         issue, last_group, last_slot, last = Signal(), Signal(), Signal(), Signal()
         m.d.comb += [
             last_group.eq(group == job.last_group),
-            last_slot.eq(slot | ~both),
+            last_slot.eq(slot | ~two_slots),
             last.eq(last_group & last_slot & word_last),
             issue.eq(running & (~expanding | room | ~last_group)),
         ]
@@ -227,8 +230,6 @@ class TransportCore(wiring.Component):
         ]
         with m.If(free):
             m.d.sync += [running.eq(begin_expand | begin_project), expanding.eq(begin_expand)]
-        only = Signal()
-        m.d.comb += only.eq(~job.plain)
         # Pointers: the token that is projected or expanded, rows of tiles in it, words of its states.
         factor_base = [Signal(_ADDRESS, name=f"{name}_factor_base") for name in ("project", "expand")]
         state_base = [Signal(_ADDRESS, name=f"{name}_state_base") for name in ("project", "expand")]
@@ -885,12 +886,14 @@ class _Buffer:
             m.d.sync += is_open.eq(1)
         with m.If(start):
             m.d.sync += [written.eq(0), level.eq(0), is_open.eq(0)]
+        # Written a cycle later, which is still before the first read of the token.
+        words_in = Cat(taken, written, Value.cast(port.payload))
+        late = Signal(len(words_in), name=f"{name}_late")
+        m.d.sync += late.eq(words_in)
         memories = []
         for n in range(copies):
             memory = BlockMemory(m, f"{name}_{n}", port.payload.shape(), BUFFER_WORDS, target=target)
-            m.d.comb += [
-                memory.write.en.eq(taken), memory.write.addr.eq(written), memory.write.data.eq(port.payload),
-            ]  # fmt: skip
+            m.d.comb += Cat(memory.write.en, memory.write.addr, Value.cast(memory.write.data)).eq(late)
             memories.append(memory)
         self.address, self.data = memories[0].address, memories[0].data
         self.second_address, self.second_data = memories[-1].address, memories[-1].data
