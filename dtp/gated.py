@@ -12,6 +12,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -184,6 +185,22 @@ class GatedParams:
             raise must("Config", "max_tokens", f"at least 2 blocks of {self.config.block}", self.config.max_tokens)
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A part of a run: what goes through the engine while a head's factors come.
+
+    Parameters
+    ----------
+    step: the head, H where the first one comes again
+    plain: the head's transport of its probe is made, so that the pass has the probe
+    transposed: the transpose is applied to what the pass before of another head made; the pass has that head's table
+    """
+
+    step: int
+    plain: bool
+    transposed: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What the descriptor of a run says.
@@ -222,6 +239,22 @@ class Run:
         """Block rows of a head."""
         return config.blocks(self.tokens)
 
+    def passes(self, config: Config) -> tuple[Pass, ...]:
+        """What comes on the stream behind the descriptor, in order (docs/gated.md, 2).
+
+        Where vectors do not work in pairs, the second head's transpose and its own transport have a pass each: nothing
+        hides the first field, and the rows that follow from it hide the second pass.
+        """
+        found = [Pass(0, plain=True, transposed=False)] if self.holonomy else []
+        alone = self.holonomy and TransportParams(config).vectors == 1
+        for step in range(1, self.heads + 1):
+            last = step == self.heads
+            if alone and step == 1 and not last:
+                found += [Pass(1, plain=False, transposed=True), Pass(1, plain=True, transposed=False)]
+            else:
+                found.append(Pass(step, plain=not last, transposed=True))
+        return tuple(found)
+
     def transport_job(self) -> TransportJob:
         """A pass as a job of the engine: the transport of a head and the transpose of its transport."""
         return TransportJob(
@@ -230,14 +263,15 @@ class Run:
         )  # fmt: skip
 
     def transport_jobs(self, config: Config) -> tuple[TransportJob, ...]:
-        """What the engine works on, job after job: the first pass, which needs no transpose, then all others.
-
-        Where vectors work in pairs a transpose takes no time, and all passes are one job.
-        """
-        a_pass = self.transport_job()
+        """What the engine works on, job after job: all passes where vectors work in pairs, else those of the same slots."""
+        a_pass, passes = self.transport_job(), self.passes(config)
         if TransportParams(config).vectors == 2:
-            return (replace(a_pass, tokens=(self.heads + 1) * self.tokens),)
-        return replace(a_pass, transposed=False), replace(a_pass, tokens=self.heads * self.tokens)
+            return (replace(a_pass, tokens=len(passes) * self.tokens),)
+        kinds = groupby(passes, key=lambda one: (one.plain, one.transposed))
+        return tuple(
+            replace(a_pass, plain=plain, transposed=transposed, tokens=len(tuple(same)) * self.tokens)
+            for (plain, transposed), same in kinds
+        )
 
     def field_job(self) -> FieldJob:
         """The job of every head pair."""
@@ -307,15 +341,15 @@ class Geometry:
         parts = [_beats(np.frombuffer(run.descriptor(), dtype=np.uint8), size)]
         job = run.transport_job()
         width = run.words * params.transport.tile_rows
-        for step in range(run.heads + 1):
-            if self.scores is not None and step:
-                parts.append(_padded(self.scores[step - 1].astype("<u2").reshape(-1, 1).view(np.uint8), size))
+        for one in run.passes(config):
+            if self.scores is not None and one.transposed:
+                parts.append(_padded(self.scores[one.step - 1].astype("<u2").reshape(-1, 1).view(np.uint8), size))
             if self.factors is None or self.probes is None:
                 continue
-            if step < run.heads:
-                probe = np.pad(self.probes[step], (0, width - self.probes.shape[1])).astype("<i2")
+            if one.plain:
+                probe = np.pad(self.probes[one.step], (0, width - self.probes.shape[1])).astype("<i2")
                 parts += [_beats(word, size) for word in probe.reshape(run.words, -1).view(np.uint8)]
-            words = factor_words(config, job, self.factors[step % run.heads])
+            words = factor_words(config, job, self.factors[one.step % run.heads])
             flat = np.ascontiguousarray(words.reshape(-1, words.shape[-1])).view(np.uint8)
             parts.append(_padded(flat, params.factor_beats * size).reshape(-1, size))
         return np.concatenate(parts)

@@ -10,6 +10,7 @@ at least unit². docs/transport.md, section 3, is the arithmetic; the golden mod
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from functools import cache
@@ -255,15 +256,13 @@ class OperationKind(IntEnum):
     MULTIPLY = 1
     """c ± round_shift(q, 15)."""
     INVERSE = 2
-    """c ± round_shift(q, e − 13), e of the last determinant."""
+    """c ± round_shift(a0·r, e − 13), r and e of the last determinant."""
     DETERMINANT = 3
     """q to the reciprocal; no result."""
     LOAD_GRAM = 4
     """c + round_shift(entry ``a0`` of the Gram words << guard, gram_shift)."""
     LOAD_PROJECTION = 5
     """round_shift(projection ``a0``, project_shift)."""
-    LOAD_RECIPROCAL = 6
-    """r of the last determinant."""
 
 
 @dataclass(frozen=True)
@@ -317,6 +316,10 @@ def gram_index(a: int, b: int) -> int:
     return 32 + GRAM_PAIRS.index((i, j)) if i <= j else 48 + GRAM_PAIRS.index((j, i))
 
 
+_Matrix = dict[tuple[int, int], int]
+BOTH_SLOTS: Final = (0, 1)
+
+
 class _Builder:
     """Operations in the order of the formulas, every result in a register of its own."""
 
@@ -342,10 +345,10 @@ class _Builder:
         return self.add(OperationKind.MULTIPLY, a0=a0, b0=b0, a1=a1, b1=b1, c=c, negative=negative, output=output)
 
 
-def _solve_operations(size: int) -> list[Operation]:
+def _solve_operations(size: int, slots: Collection[int]) -> list[Operation]:
     make = _Builder()
     kind = OperationKind
-    G: dict[tuple[int, int], int] = {}
+    G: _Matrix = {}
     for i in range(size):
         for j in range(i, size):
             index = gram_index(i, j)
@@ -356,17 +359,18 @@ def _solve_operations(size: int) -> list[Operation]:
             else:
                 G[i, j] = make.add(kind.LOAD_GRAM, a0=index, c=MINUS_UNIT_PAIR)
                 G[j, i] = make.add(kind.LOAD_GRAM, a0=index, c=UNIT_PAIR)
-    y = [[make.add(kind.LOAD_PROJECTION, a0=slot * MAX_COLUMNS + c) for c in range(size)] for slot in range(2)]
-    N: dict[tuple[int, int], int] = {}
-    L: dict[tuple[int, int], int] = {}
+    y = {
+        slot: [make.add(kind.LOAD_PROJECTION, a0=slot * MAX_COLUMNS + c) for c in range(size)] for slot in sorted(slots)
+    }
+    N: _Matrix = {}
+    L: _Matrix = {}
     for a in range(0, size, 2):
         b = a + 1
         make.add(kind.DETERMINANT, d=ZERO, a0=G[a, a], b0=G[b, b], a1=G[a, b], b1=G[b, a], subtract=True)
-        r = make.add(kind.LOAD_RECIPROCAL)
-        N[a, a] = make.add(kind.INVERSE, a0=G[b, b], b0=r)
-        N[b, a] = make.add(kind.INVERSE, a0=G[b, a], b0=r, negative=True)
-        N[a, b] = make.add(kind.INVERSE, a0=G[a, b], b0=r, negative=True)
-        N[b, b] = make.add(kind.INVERSE, a0=G[a, a], b0=r)
+        N[a, a] = make.add(kind.INVERSE, a0=G[b, b])
+        N[b, a] = make.add(kind.INVERSE, a0=G[b, a], negative=True)
+        N[a, b] = make.add(kind.INVERSE, a0=G[a, b], negative=True)
+        N[b, b] = make.add(kind.INVERSE, a0=G[a, a])
         for i in range(b + 1, size):
             for j in (a, b):
                 L[i, j] = make.multiply(G[i, a], N[a, j], G[i, b], N[b, j])
@@ -376,7 +380,14 @@ def _solve_operations(size: int) -> list[Operation]:
             for j in range(b + 1, size)
         }
         G |= updated
-    y0, y1 = y
+    if 0 in slots:
+        _solve_plain(make, size, G, N, L, y[0])
+    if 1 in slots:
+        _solve_transposed(make, size, G, N, L, y[1])
+    return make.operations
+
+
+def _solve_plain(make: _Builder, size: int, G: _Matrix, N: _Matrix, L: _Matrix, y0: list[int]) -> None:
     for a in range(0, size, 2):
         for i in range(a + 2, size):
             y0[i] = make.multiply(L[i, a], y0[a], L[i, a + 1], y0[a + 1], c=y0[i], negative=True)
@@ -387,6 +398,9 @@ def _solve_operations(size: int) -> list[Operation]:
                 y0[c] = make.multiply(G[c, j], m0[j], G[c, j + 1], m0[j + 1], c=y0[c], negative=True)
         for c in (a, a + 1):
             m0[c] = make.multiply(N[c, a], y0[a], N[c, a + 1], y0[a + 1], output=c)
+
+
+def _solve_transposed(make: _Builder, size: int, G: _Matrix, N: _Matrix, L: _Matrix, y1: list[int]) -> None:
     for a in range(0, size, 2):
         for i in range(0, a, 2):
             for c in (a, a + 1):
@@ -401,7 +415,6 @@ def _solve_operations(size: int) -> list[Operation]:
             for c in (a, a + 1):
                 output = MAX_COLUMNS + c if j + 2 == size else None
                 y1[c] = make.multiply(L[j, c], y1[j], L[j + 1, c], y1[j + 1], c=y1[c], negative=True, output=output)
-    return make.operations
 
 
 def _scale_operations(size: int, *, symplectic: bool) -> list[Operation]:
@@ -425,7 +438,7 @@ def _schedule(operations: list[Operation]) -> tuple[Operation, ...]:
     determinant = -1
     inverses: list[int] = []
     for n, op in enumerate(operations):
-        loads = op.kind in (OperationKind.LOAD_GRAM, OperationKind.LOAD_PROJECTION, OperationKind.LOAD_RECIPROCAL)
+        loads = op.kind in (OperationKind.LOAD_GRAM, OperationKind.LOAD_PROJECTION)
         for register in (op.c,) if loads else (op.a0, op.b0, op.a1, op.b1, op.c):
             if register in makers:
                 needs[n].add(makers[register])
@@ -433,9 +446,8 @@ def _schedule(operations: list[Operation]) -> tuple[Operation, ...]:
             # The exponent of the block before is in use until its inverse is made.
             needs[n] |= set(inverses)
             determinant = n
-        elif op.kind is OperationKind.LOAD_RECIPROCAL:
-            needs[n].add(determinant)
         elif op.kind is OperationKind.INVERSE:
+            needs[n].add(determinant)
             inverses.append(n)
         if op.d:
             makers[op.d] = n
@@ -461,9 +473,12 @@ def _schedule(operations: list[Operation]) -> tuple[Operation, ...]:
 
 
 @cache
-def program(mode: MiddleMode, groups: int) -> tuple[Operation, ...]:
-    """Operations of a token by slot; the two modes that solve have the same. The last slot is never empty."""
+def program(mode: MiddleMode, groups: int, slots: tuple[int, ...] = BOTH_SLOTS) -> tuple[Operation, ...]:
+    """Operations of a token, turn by turn; the two modes that solve have the same. The last turn is never empty.
+
+    ``slots``: those whose m is made; a solve of one tile leaves out what the other one alone needs, all others make both.
+    """
     size = groups * TILE_COLUMNS
     if mode.solves:
-        return _schedule(_solve_operations(size))
+        return _schedule(_solve_operations(size, slots if groups == 1 else BOTH_SLOTS))
     return _schedule(_scale_operations(size, symplectic=mode is MiddleMode.SYMPLECTIC))

@@ -21,6 +21,7 @@ from dtp.config import REGISTER_BITS, Config
 from dtp.errors import must
 from dtp.fixed import Int, bits_for_magnitude, overflows, round_shift, saturate, signed_range
 from dtp.solve import (
+    BOTH_SLOTS,
     CONSTANTS,
     GRAM_PAIRS,
     LEAST_UNIT,
@@ -224,9 +225,13 @@ class TransportParams:
         """Pairs of tiles side by side."""
         return 1 if groups == 1 else 4
 
-    def solve_cycles(self, mode: MiddleMode, groups: int) -> int:
+    def solve_slots(self, slots: tuple[int, ...]) -> tuple[int, ...]:
+        """Slots whose m a solve lane makes for a job: both where a word has both."""
+        return slots if self.vectors == 1 else BOTH_SLOTS
+
+    def solve_cycles(self, job: TransportJob) -> int:
         """Turns of a token in a solve lane, in cycles of the lane: one token in so many, sustained."""
-        return len(program(mode, groups))
+        return len(program(job.mode, job.groups, self.solve_slots(job.slots)))
 
 
 @dataclass(frozen=True, kw_only=True)

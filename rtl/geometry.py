@@ -56,12 +56,38 @@ class State(enum.Enum, shape=4):  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
-class _Counter:
-    """Places of a stream of passes × tokens × words, ``last`` of each, and whether a pass is the first or the last."""
+class _Passes:
+    """Where a stream is in the passes of a run (:meth:`dtp.gated.Run.passes`).
+
+    Members
+    -------
+    step: the head, the number of heads where the first one comes again
+    first, last: whether the pass is; nears: the next head is the last one, a cycle after ``step`` is there
+    plain, transposed: slots of the pass
+    turns: the next pass is a job of its own
+    """
 
     step: Signal
     first: Signal
     last: Signal
+    nears: Signal
+    plain: Signal
+    transposed: Signal
+    turns: Value
+
+    def begin(self, holonomy: Value, alone: Value) -> list[object]:
+        """To the first pass; of tables alone it is that of head 0, the last if that is ``alone``."""
+        return [
+            self.step.eq(~holonomy), self.first.eq(holonomy), self.last.eq(alone & ~holonomy),
+            self.plain.eq(1), self.transposed.eq(~holonomy),
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Counter:
+    """Places of a stream of passes × tokens × words, and ``last`` of the inner two."""
+
+    passes: _Passes
     token: Signal
     word: Signal
     word_last: Value
@@ -208,10 +234,9 @@ class Geometry(wiring.Component):
 
         state, following = Signal(State), Signal(State)
         ended, start = Signal(), Signal()
-        step = Signal(range(MAX_HEADS + 1))
-        step_last = Signal()
+        section_end = Signal()
+        passes = self._passes(m, "load", fields, section_end)
         # A last beat that comes early stays where it is and stands for those that are missing.
-        m.d.comb += step_last.eq(step == fields["heads"])
         # Words of several beats, the lowest first.
         longest = max(p.probe_beats, p.factor_beats)
         before = Signal((longest - 1) * bits, reset_less=True)
@@ -250,22 +275,23 @@ class Geometry(wiring.Component):
         with m.If(start):
             m.d.sync += probe_free.eq(1)
         with m.Else():
-            m.d.sync += probe_free.eq((step == probes_used) | (step == probes_used + 1))
+            m.d.sync += probe_free.eq((passes.step == probes_used) | (passes.step == probes_used + 1))
         m.d.comb += [
-            memory.write.addr.eq(Cat(word[: (_power(p.max_words) - 1).bit_length()], step[0])),
+            memory.write.addr.eq(Cat(word[: (_power(p.max_words) - 1).bit_length()], passes.step[0])),
             memory.write.data.eq(contents["probe"][: p.probe_word_bits]),
             core.factors.payload.eq(contents["factor"][: p.transport.factor_word_bits]),
         ]
 
-        # The engine is given the first pass as a job of its own.
-        fed = Signal()
-        self._again = Signal()  # the second job is still to start
-        m.d.comb += fed.eq(source.o.valid & whole["factor"] & ((step == 0) | ~self._again))
+        # Factors of a pass that is another job wait for it.
+        fed, waits = Signal(), Signal()
+        with m.If(section_end):
+            m.d.sync += waits.eq(passes.turns)
+        with m.Elif(core.idle):
+            m.d.sync += waits.eq(0)
+        m.d.comb += fed.eq(source.o.valid & whole["factor"] & ~waits)
         taken, finished = Signal(), Signal()  # a beat of the run is used; it is the run's last
-        section_end = Signal()
-        m.d.comb += following.eq(
-            Mux(fields["table"] & (step != 0), State.TABLE, Mux(step_last, State.FACTORS, State.PROBE))
-        )
+        behind_table = Mux(passes.plain, State.PROBE, State.FACTORS)
+        m.d.comb += following.eq(Mux(fields["table"] & passes.transposed, State.TABLE, behind_table))
         with m.Switch(state):
             with m.Case(State.DESCRIPTOR):
                 # The fields of the run before are in use until it has been answered.
@@ -284,7 +310,7 @@ class Geometry(wiring.Component):
                 with m.Elif(~queue.level[-1] & ~queue.level[-2]):
                     m.d.comb += start.eq(1)
                     m.d.sync += [
-                        step.eq(~fields["holonomy"]),
+                        *passes.begin(fields["holonomy"], fields["heads"] == 1),
                         probes.eq(0),
                         state.eq(Mux(fields["holonomy"], State.PROBE, State.TABLE)),
                     ]
@@ -292,14 +318,14 @@ class Geometry(wiring.Component):
                 m.d.comb += [
                     table.i.valid.eq(source.o.valid),
                     taken.eq(source.o.valid & table.i.ready),
-                    finished.eq(score_last & ~fields["holonomy"] & step_last),
+                    finished.eq(score_last & ~fields["holonomy"] & passes.last),
                 ]
                 with m.If(taken):
                     m.d.sync += score_column.eq(Mux(column_last, 0, score_column + 1))
                     with m.If(column_last):
                         m.d.sync += score_row.eq(Mux(score_last, 0, score_row + 1))
                     with m.If(score_last):
-                        m.d.sync += state.eq(Mux(step_last, State.FACTORS, State.PROBE))
+                        m.d.sync += state.eq(behind_table)
                         with m.If(~fields["holonomy"]):
                             m.d.comb += section_end.eq(1)
             with m.Case(State.PROBE):
@@ -312,7 +338,7 @@ class Geometry(wiring.Component):
                 m.d.comb += [
                     core.factors.valid.eq(fed),
                     taken.eq(Mux(whole["factor"], fed & core.factors.ready, source.o.valid)),
-                    finished.eq(whole["factor"] & factor_last & token_last & step_last),
+                    finished.eq(whole["factor"] & factor_last & token_last & passes.last),
                 ]
                 with m.If(taken & whole["factor"]):
                     m.d.sync += word.eq(Mux(factor_last, 0, word + 1))
@@ -333,7 +359,7 @@ class Geometry(wiring.Component):
             with m.If(state != State.TABLE):
                 m.d.sync += count.eq(Mux(Mux(state == State.PROBE, whole["probe"], whole["factor"]), 0, count + 1))
         with m.If(section_end):
-            m.d.sync += [step.eq(step + 1), state.eq(State.PASS)]
+            m.d.sync += state.eq(State.PASS)
             with m.If(finished):
                 m.d.sync += state.eq(Mux(beat_last, State.DESCRIPTOR, State.DROP))
         with m.If(self.clear):
@@ -345,6 +371,28 @@ class Geometry(wiring.Component):
             with m.If(self.error == GeometryError.NONE):
                 m.d.sync += self.error.eq(self._refusal)
         return fields, start, probes, memory
+
+    def _passes(self, m: Module, name: str, fields: dict[str, Value], ends: Value) -> _Passes:
+        """Passes that go on with ``ends``: where a word has one vector the second head's has its slots one by one."""
+        paired = self.params.transport.vectors == 2
+        step = Signal(range(MAX_HEADS + 1), name=f"{name}_step")
+        first, last, nears, plain, transposed, stays, turns = (
+            Signal(name=f"{name}_{part}") for part in ("first", "last", "nears", "plain", "transposed", "stays", "turns")
+        )
+        m.d.sync += nears.eq(step + 1 == fields["heads"])
+        m.d.comb += [
+            stays.eq(0 if paired else ~plain & ~last),
+            turns.eq(0 if paired else ~(plain & transposed) | nears),
+        ]
+        with m.If(ends):
+            m.d.sync += [
+                step.eq(step + ~stays),
+                first.eq(0),
+                last.eq(~stays & nears),
+                plain.eq(stays | (~nears & (paired | ~first))),
+                transposed.eq(~stays),
+            ]
+        return _Passes(step, first, last, nears, plain, transposed, turns)
 
     def _refuse(self, m: Module, code: Value) -> list[object]:
         self._refused, self._refusal = Signal(), Signal(GeometryError)
@@ -422,19 +470,23 @@ class Geometry(wiring.Component):
         job, pair_job = core.job.payload, field.job.payload
         holonomy = Signal()
         paired = p.transport.vectors == 2
+        # One job where a word has both slots, else one for every change of slots.
+        more = Signal()
+        into_ends, into_last, takes = Signal(), Signal(), Signal()
+        into = self._counter(m, "into", fields, takes & into_last)
         with m.If(holonomy):
-            m.d.sync += self._again.eq(not paired)
-        with m.Elif(core.idle):
-            m.d.sync += self._again.eq(0)
+            m.d.sync += more.eq(not paired)
+        with m.Elif(core.idle & into.passes.last):
+            m.d.sync += more.eq(0)
         m.d.comb += [
             holonomy.eq(start & fields["holonomy"]),
-            core.job.valid.eq(holonomy | self._again),
-            core.again.eq(self._again),
+            core.job.valid.eq(holonomy | more),
+            core.again.eq(more),
             job.mode.eq(MiddleMode.CAYLEY),
             job.last_group.eq(fields["two_groups"]),
             job.last_word.eq(fields["last_word"]),
-            job.plain.eq(1),
-            job.transposed.eq(1 if paired else self._again),
+            job.plain.eq(1 if paired else holonomy | into.passes.plain),
+            job.transposed.eq(1 if paired else ~holonomy & into.passes.transposed),
             job.identity.eq(1),
             job.project_shift.eq(fields["project_shift"]),
             job.gram_shift.eq(fields["gram_shift"]),
@@ -454,30 +506,33 @@ class Geometry(wiring.Component):
         m.d.sync += there.eq(there + delayed(m, "written", written, 1, reset_less=False)[1] - read)
 
         # States: of the probe, then of what the pass before made of the token.
-        feeding, second, offered, takes = Signal(), Signal(), Signal(), Signal()
-        into_last = Signal()  # the slot is the last one of its word
-        into = self._counter(m, "into", fields, takes & into_last)
-        to_probe, from_before = Signal(), Signal()
+        feeding, second, offered, waits = Signal(), Signal(), Signal(), Signal()
+        to_probe, from_before = into.passes.plain, into.passes.transposed
         m.d.comb += [
-            into_last.eq(1 if paired else second | ~from_before),
-            to_probe.eq(~into.last),
-            from_before.eq(~into.first),
-            probe_memory.address.eq(Cat(into.word[:word_bits], into.step[0])),
+            into_last.eq(1 if paired else second | ~(to_probe & from_before)),
+            into_ends.eq(takes & into_last & into.word_last & into.token_last),
+            probe_memory.address.eq(Cat(into.word[:word_bits], into.passes.step[0])),
             memory.address.eq(Cat(into.word[:word_bits], into.token)),
             core.state.valid.eq(offered),
             takes.eq(offered & core.state.ready),
-            read.eq(takes & (second | paired) & into.word_last & from_before),
-            self._probes_used.eq(into.step),
+            read.eq(takes & into_last & into.word_last & from_before),
+            self._probes_used.eq(into.passes.step),
         ]
-        available = feeding & (~to_probe | (probes != into.step))
-        available &= ~from_before | (~self._again & (there != 0))
+        available = feeding & ~waits & (~to_probe | (probes != into.passes.step)) & (~from_before | (there != 0))
         m.d.sync += offered.eq(available & ~takes)
         with m.If(takes):
             m.d.sync += second.eq(~into_last)
-            with m.If(into_last & into.word_last & into.token_last & ~to_probe):
+        with m.If(into_ends):
+            m.d.sync += waits.eq(into.passes.turns)
+            with m.If(into.passes.last):
                 m.d.sync += feeding.eq(0)
+        with m.Elif(core.idle):
+            m.d.sync += waits.eq(0)
         takes_probe, takes_before = Signal(), Signal()
-        m.d.comb += [takes_probe.eq(to_probe & ~second), takes_before.eq(from_before & (second | paired))]
+        m.d.comb += [
+            takes_probe.eq(to_probe & ~second),
+            takes_before.eq(from_before & (1 if paired else second | ~to_probe)),
+        ]
         plain = probe_memory.data & takes_probe.replicate(p.probe_word_bits)
         before = memory.data & takes_before.replicate(p.probe_word_bits)
         states = core.state.payload.as_value()
@@ -489,20 +544,20 @@ class Geometry(wiring.Component):
         out = self._counter(m, "out", fields, gone & out_last)
         results = core.o.payload.data.as_value()
         kept = results[: lanes * STATE_BITS]
-        keeps, passes, given, writes = Signal(), Signal(), Signal(), Signal()
-        ends = out.last if paired else out.last | out.first
+        passes, given, writes, out_ends = Signal(), Signal(), Signal(), Signal()
+        made, sent = out.passes.plain, out.passes.transposed
         m.d.comb += [
-            out_last.eq(1 if paired else second_out | out.first),
-            keeps.eq(~out.last),
-            passes.eq(~out.first & (second_out | paired)),
-            core.end.eq(gone & out_last & out.word_last & out.token_last & ends),
+            out_last.eq(1 if paired else second_out | ~(made & sent)),
+            out_ends.eq(gone & out_last & out.word_last & out.token_last),
+            passes.eq(sent & (1 if paired else second_out | ~made)),
+            core.end.eq(out_ends & (out.passes.last | out.passes.turns)),
             core.o.ready.eq(routing & (~passes | field.i.ready)),
             gone.eq(core.o.valid & core.o.ready),
             field.i.valid.eq(core.o.valid & passes & routing),
             field.i.payload.data.eq(results[-lanes * STATE_BITS :]),
             field.i.payload.last.eq(out.word_last & out.token_last),
-            field.job.valid.eq(routing & ~out.first & ~given),
-            writes.eq(gone & keeps & (~second_out | paired)),
+            field.job.valid.eq(routing & sent & ~given),
+            writes.eq(gone & made & ~second_out),
             written.eq(writes & out.word_last),
         ]
         # Written a cycle later, in which it is counted too.
@@ -515,35 +570,30 @@ class Geometry(wiring.Component):
             m.d.sync += given.eq(1)
         with m.If(gone):
             m.d.sync += second_out.eq(~out_last)
-            with m.If(out_last & out.word_last & out.token_last):
-                m.d.sync += given.eq(0)
-                with m.If(~keeps):
-                    m.d.sync += routing.eq(0)
+        with m.If(out_ends):
+            m.d.sync += given.eq(0)
+            with m.If(out.passes.last):
+                m.d.sync += routing.eq(0)
+        yes, no = Const(1), Const(0)
         with m.If(holonomy):
-            m.d.sync += [feeding.eq(1), routing.eq(1)]
-            for counter in (into, out):
-                m.d.sync += [counter.step.eq(0), counter.first.eq(1), counter.last.eq(0)]
+            m.d.sync += [feeding.eq(1), routing.eq(1), *into.passes.begin(yes, no), *out.passes.begin(yes, no)]
 
     def _counter(self, m: Module, name: str, fields: dict[str, Value], moves: Value) -> _Counter:
         """Counts words, tokens and passes of a stream that goes on by a word with ``moves``."""
         p = self.params
-        step, following = (Signal(range(MAX_HEADS + 2), name=f"{name}_step{end}") for end in ("", "_following"))
-        first, last = Signal(name=f"{name}_first"), Signal(name=f"{name}_last")
         token = Signal(range(p.max_tokens), name=f"{name}_token")
         word = Signal(range(max(2, p.max_words)), name=f"{name}_word")
         word_last, token_last = Signal(name=f"{name}_word_last"), Signal(name=f"{name}_token_last")
+        passes = self._passes(m, name, fields, moves & word_last & token_last)
         m.d.comb += [
             word_last.eq(word == fields["last_word"]),
             token_last.eq(token == fields["last_token"]),
-            following.eq(step + 1),
         ]
         with m.If(moves):
             m.d.sync += word.eq(Mux(word_last, 0, word + 1))
             with m.If(word_last):
                 m.d.sync += token.eq(Mux(token_last, 0, token + 1))
-                with m.If(token_last):
-                    m.d.sync += [step.eq(following), first.eq(0), last.eq(following == fields["heads"])]
-        return _Counter(step, first, last, token, word, word_last, token_last)
+        return _Counter(passes, token, word, word_last, token_last)
 
 
 def _above(value: Value, limit: int) -> Value:

@@ -13,6 +13,7 @@ from amaranth.lib.wiring import In, Out
 
 from dtp.config import MANTISSA_BITS, REGISTER_BITS, TABLE_BITS, Config
 from dtp.solve import (
+    BOTH_SLOTS,
     CONSTANTS,
     FINE_BITS,
     FRACTION_BITS,
@@ -95,7 +96,8 @@ class SolveLane(wiring.Component):
 
     Eight contexts, context n in turn n mod 4: a token is solved in its context while the next one of the same
     turn is projected into the other. A token starts in its first turn in which its projections are there and,
-    where the mode solves, its Gram entries; it takes ``len(program)`` turns of four cycles.
+    where the mode solves, its Gram entries, and the one before issues its last operation; it takes ``len(program)``
+    turns of four cycles.
     Sums of a Gram phase come at least ``params.min_gram_phase`` cycles apart, the phases of a token in their
     order, tokens in the order of their projections.
 
@@ -175,8 +177,7 @@ class SolveLane(wiring.Component):
             m.d.sync += constants.eq(constants + 1)
         running = [Signal(name=f"running_{n}") for n in range(THREADS)]
         buffers = [Signal(name=f"buffer_{n}", init=1) for n in range(THREADS)]
-        programs = {program(mode, groups) for mode in MiddleMode for groups in range(1, p.max_groups + 1)}
-        counter_bits = index_bits(sum(len(operations) for operations in programs))
+        counter_bits = index_bits(sum(len(operations) for operations in set(self._job_programs().values())))
         counters = [Signal(counter_bits, name=f"counter_{n}", reset_less=True) for n in range(THREADS)]
         read, first, last = self._programs(m, counters[0])
         for n in range(1, THREADS):
@@ -185,12 +186,13 @@ class SolveLane(wiring.Component):
                 buffers[n - 1].eq(buffers[n]),
                 counters[n - 1].eq(counters[n]),
             ]
-        ending, begins = Signal(), Signal()
+        at_last, ending, begins = Signal(), Signal(), Signal()
         context = Cat(turn, ~buffers[0])
+        m.d.sync += at_last.eq(counters[1] == last)
         m.d.comb += [
-            ending.eq(running[0] & (counters[0] == last)),
+            ending.eq(running[0] & at_last),
             begins.eq(
-                ~running[0]
+                (~running[0] | at_last)
                 & ~writing
                 & projected.bit_select(context, 1)
                 & (formed.bit_select(context, 1) | ~job.mode[1])
@@ -199,7 +201,7 @@ class SolveLane(wiring.Component):
         m.d.sync += [
             running[-1].eq(begins | (running[0] & ~ending)),
             buffers[-1].eq(buffers[0] ^ begins),
-            counters[-1].eq(Mux(running[0], counters[0] + 1, first)),
+            counters[-1].eq(Mux(running[0] & ~at_last, counters[0] + 1, first)),
         ]
         with m.If(begins):
             m.d.sync += [projected.bit_select(context, 1).eq(0), formed.bit_select(context, 1).eq(0)]
@@ -219,7 +221,6 @@ class SolveLane(wiring.Component):
                 "determinant": op.kind == OperationKind.DETERMINANT,
                 "load_gram": op.kind == OperationKind.LOAD_GRAM,
                 "load_projection": op.kind == OperationKind.LOAD_PROJECTION,
-                "load_reciprocal": op.kind == OperationKind.LOAD_RECIPROCAL,
                 "stores": (op.kind != OperationKind.NONE) & (op.kind != OperationKind.DETERMINANT),
                 "subtract": op.subtract,
                 "negative": op.negative,
@@ -244,14 +245,17 @@ class SolveLane(wiring.Component):
             ]
             operands[name] = delayed(m, f"operand_{name}", memory.data, 1)[1]
 
-        # Products at 6, their sum or what is loaded at 7: the products of a load are 0.
+        # Products at 6, their sum or what is loaded at 7: the products of a load are 0. Operand b0 of an inverse is 0
+        # as well, in its place stands r.
+        reciprocal, exponent = Signal(MANTISSA_BITS), Signal(_EXPONENT_BITS)
+        r = registered_choice(m, "reciprocal", MANTISSA_BITS, [(stage["inverse"][3], reciprocal)])
+        operands["b0"] = (operands["b0"].as_unsigned() | r).as_signed()
         products = []
         for n in range(2):
             m.submodules[f"multiplier_{n}"] = unit = Multiplier(REGISTER_BITS, REGISTER_BITS, target=self._target)
             m.d.comb += [unit.a.eq(operands[f"a{n}"]), unit.a_enable.eq(1), unit.b.eq(operands[f"b{n}"])]
             products.append(unit.o)
-        reciprocal, exponent = Signal(MANTISSA_BITS), Signal(_EXPONENT_BITS)
-        load = self._load(m, op, stage, buffer, thread, reciprocal)
+        load = self._load(m, op, stage, buffer, thread)
         subtract = stage["subtract"][6]
         second = products[1].as_unsigned() ^ subtract.replicate(len(products[1]))
         both = Signal(signed(2 * REGISTER_BITS + 1))
@@ -261,15 +265,13 @@ class SolveLane(wiring.Component):
         self._reciprocal(m, total, stage["determinant"][7] & valids[7], thread, reciprocal, exponent)
 
         amount = Signal(5, reset_less=True)
-        inverse_amount = delayed(m, "exponent", exponent, 1)[1]
+        inverse_amount = delayed(m, "exponent", exponent, 3)[3]
         with m.If(stage["inverse"][6]):
             m.d.sync += amount.eq(inverse_amount)
         with m.Elif(stage["load_gram"][6]):
             m.d.sync += amount.eq(job.gram_shift)
         with m.Elif(stage["load_projection"][6]):
             m.d.sync += amount.eq(job.project_shift)
-        with m.Elif(stage["load_reciprocal"][6]):
-            m.d.sync += amount.eq(0)
         with m.Else():
             m.d.sync += amount.eq(PRODUCT_SHIFT)
 
@@ -353,20 +355,26 @@ class SolveLane(wiring.Component):
         self._form(m, formed)
         return m
 
+    def _job_programs(self) -> dict[tuple[MiddleMode, int, tuple[int, ...]], tuple[Operation, ...]]:
+        """The program of every mode, number of tiles and slots in use."""
+        p = self.params
+        return {
+            (mode, groups, slots): program(mode, groups, p.solve_slots(slots))
+            for mode in MiddleMode
+            for groups in range(1, p.max_groups + 1)
+            for slots in ((0,), (1,), BOTH_SLOTS)
+        }
+
     def _programs(self, m: Module, address: Value) -> tuple[Value, Value, Value]:
         """The operation at ``address`` a cycle ago; addresses of the first and the last one of the job's program."""
-        p, job = self.params, self.job
+        job = self.job
         layout = _OperationLayout()
         words: list[int] = []
         starts: dict[tuple[Operation, ...], int] = {}
-        ends = {}
-        for mode in MiddleMode:
-            for groups in range(1, p.max_groups + 1):
-                operations = program(mode, groups)
-                if operations not in starts:
-                    starts[operations] = len(words)
-                    words += [layout.const(asdict(operation)).as_value().value for operation in operations]
-                ends[mode, groups] = (starts[operations], starts[operations] + len(operations) - 1)
+        for operations in self._job_programs().values():
+            if operations not in starts:
+                starts[operations] = len(words)
+                words += [layout.const(asdict(operation)).as_value().value for operation in operations]
         depth = 1 << (len(words) - 1).bit_length()
         m.submodules.program = memory = Memory(
             shape=Shape.cast(layout).width, depth=depth, init=words, attrs={"ram_style": "block"}
@@ -375,10 +383,11 @@ class SolveLane(wiring.Component):
         m.d.comb += read.addr.eq(address)
         bits = index_bits(depth)
         first, last = Signal(bits, reset_less=True), Signal(bits, reset_less=True)
-        with m.Switch(Cat(job.last_group, job.mode)):
-            for (mode, groups), (start, end) in ends.items():
-                with m.Case((groups - 1) | mode << 1):
-                    m.d.sync += [first.eq(start), last.eq(end)]
+        with m.Switch(Cat(job.last_group, job.mode, job.plain, job.transposed)):
+            for (mode, groups, slots), operations in self._job_programs().items():
+                with m.Case((groups - 1) | mode << 1 | sum(8 << slot for slot in slots)):
+                    start = starts[operations]
+                    m.d.sync += [first.eq(start), last.eq(start + len(operations) - 1)]
         return read.data, first, last
 
     def _load(
@@ -388,7 +397,6 @@ class SolveLane(wiring.Component):
         stage: dict[str, list[Any]],
         buffer: list[Value],
         thread: Callable[[int], Value],
-        reciprocal: Value,
     ) -> Value:
         """What a load adds to its products, which are 0, at 6; 0 for other operations."""
         p, job = self.params, self.job
@@ -425,16 +433,14 @@ class SolveLane(wiring.Component):
         m.d.sync += gram.eq(Mux(stage["load_gram"][4], entry, 0))
 
         load = Signal(signed(p.shifted_bits), reset_less=True)
-        known = Signal(signed(MANTISSA_BITS + 1))
-        m.d.comb += known.eq(Mux(stage["load_reciprocal"][5], reciprocal, 0))
         guarded = Cat(Const(0, p.gram_guard), gram).as_signed()
-        m.d.sync += load.eq(guarded | projection | known)
+        m.d.sync += load.eq(guarded | projection)
         return load
 
     def _reciprocal(
         self, m: Module, total: Value, valid: Value, thread: Callable[[int], Value], r: Value, e: Value
     ) -> None:
-        """Keeps r and e of the last determinant of each thread: ``r`` and ``e`` are those of stage 5."""
+        """Keeps r and e of the last determinant of each thread: ``r`` and ``e`` are those of stage 3."""
         # Leading one to the top, 16 places at 8, 8 at 9, 4 and 2 at 10, the last at 11.
         low = Signal()
         m.d.comb += low.eq(total[-1] | ~total[PIVOT_FLOOR_BITS:_DETERMINANT_BITS].any())
@@ -484,7 +490,7 @@ class SolveLane(wiring.Component):
             write.en.eq(valids[7]),
             write.addr.eq(thread(14)),
             write.data.eq(Cat(value, Mux(lows[7], floor, (top - exponent)[:_EXPONENT_BITS]))),
-            port.addr.eq(thread(5)),
+            port.addr.eq(thread(3)),
             r.eq(port.data[:MANTISSA_BITS]),
             e.eq(port.data[MANTISSA_BITS:]),
         ]

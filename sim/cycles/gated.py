@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from dtp.config import Config
-from dtp.gated import ROW_QUEUE, GatedParams, Run
+from dtp.gated import ROW_QUEUE, GatedParams, Pass, Run
 from dtp.pruner import PrunerSettings
 from dtp.quantise import Head
 from sim.cycles.attention import Prediction, predict
@@ -117,22 +117,52 @@ class _Queue:
 
 
 class _Place:
-    """Where a stream of words is: pass, token, word, slot. The first pass has one slot, the others two."""
+    """Where a stream of words is: pass, token, word, slot. Slots of a word come one by one unless it is ``paired``."""
 
-    def __init__(self, run: Run, paired: bool) -> None:
-        self._run, self._paired = run, paired
-        self.step = self._token = self._word = 0
+    def __init__(self, run: Run, passes: Sequence[Pass], paired: bool) -> None:
+        self._run, self._passes, self._paired = run, passes, paired
+        self.number = self._token = self._word = 0
         self.second = False
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left."""
+        return self.number == len(self._passes)
+
+    @property
+    def step(self) -> int:
+        """Head of the pass, their number where nothing is left."""
+        return self._run.heads if self.done else self._passes[self.number].step
+
+    @property
+    def plain(self) -> bool:
+        """The pass has the slot of the head's own transport."""
+        return not self.done and self._passes[self.number].plain
+
+    @property
+    def transposed(self) -> bool:
+        """The pass has the slot of the transpose."""
+        return not self.done and self._passes[self.number].transposed
 
     @property
     def slot_last(self) -> bool:
         """The slot is the last one of its word."""
-        return self._paired or self.second or self.step == 0
+        return self._paired or self.second or not (self.plain and self.transposed)
 
     @property
     def word_last(self) -> bool:
         """The word is the last one of its token."""
         return self._word == self._run.words - 1
+
+    @property
+    def first_slot(self) -> bool:
+        """The slot, or one of the pair, is the head's own transport."""
+        return self.plain and (self._paired or not self.second)
+
+    @property
+    def second_slot(self) -> bool:
+        """The slot, or one of the pair, is the transpose."""
+        return self.transposed and self.slot_last
 
     def move(self) -> bool:
         """A slot further; whether a pass ends."""
@@ -143,7 +173,7 @@ class _Place:
         self._token += self._word == 0
         ends = self._token == self._run.tokens
         if ends:
-            self._token, self.step = 0, self.step + 1
+            self._token, self.number = 0, self.number + 1
         return ends
 
 
@@ -154,14 +184,15 @@ class _RunCycles:
         self._config, self._run, self._settings, self._number, self._start = config, run, settings, number, start
         p = self._p = GatedParams(config)
         self._blocks = run.blocks(config)
-        # Jobs that the engine is still to be given; the second one starts when the first has ended.
+        self._passes = run.passes(config)
+        self._paired = p.transport.vectors == 2
+        # Jobs that the engine is still to be given; one starts when the one before has ended.
         self._jobs = deque(run.transport_jobs(config) if run.holonomy else ())
         self._core = TransportCycles(config, self._jobs.popleft()) if self._jobs else None
-        self._again = bool(self._jobs)  # words of the passes behind the first wait for it
         self._idle = False
+        self._factors_wait = self._states_wait = False  # for the job of their pass
         self._field = FieldCycles(p.field)
         self._table = _Queue(2 * p.max_blocks**2)
-        self._paired = p.transport.vectors == 2
         # Input: what comes next, and how far it is.
         self._sections = self._order()
         self._count = self._lane = 0
@@ -169,7 +200,7 @@ class _RunCycles:
         self._resume = start + 1
         self._ended: int | None = None
         # Between engine and field: words of the engine's states and outputs, tokens to be read.
-        self._into, self._out = _Place(run, self._paired), _Place(run, self._paired)
+        self._into, self._out = (_Place(run, self._passes, self._paired) for _ in range(2))
         self._used = self._used_next = self._there = 0  # pass whose probe is in use, as the input knows it
         self._offered = self._given = self._written = False
         # Scores: the head that is gated.
@@ -185,14 +216,21 @@ class _RunCycles:
         """Sections of the run: kind, pass, words or scores."""
         run, blocks = self._run, self._blocks
         found: deque[tuple[str, int, int]] = deque()
-        for step in range(run.heads + 1):
-            if run.table and step:
-                found.append(("table", step, blocks * blocks))
+        for n, one in enumerate(self._passes):
+            if run.table and one.transposed:
+                found.append(("table", n, blocks * blocks))
             if run.holonomy:
-                if step < run.heads:
-                    found.append(("probe", step, run.words))
-                found.append(("factors", step, run.tokens * run.words * run.groups))
+                if one.plain:
+                    found.append(("probe", n, run.words))
+                found.append(("factors", n, run.tokens * run.words * run.groups))
         return found
+
+    def _turns(self, number: int) -> bool:
+        """The pass behind this one is another job of the engine."""
+        if self._paired or number + 1 == len(self._passes):
+            return False
+        one, two = self._passes[number : number + 2]
+        return (one.plain, one.transposed) != (two.plain, two.transposed)
 
     def step_all(self) -> tuple[int, int]:
         """First cycle in which a beat of another run is there, and in which its descriptor is taken."""
@@ -215,21 +253,23 @@ class _RunCycles:
             starts = self._idle
             if starts:
                 self._core = TransportCycles(self._config, self._jobs.popleft())
-            passes = self._out.step > 0 and self._out.slot_last
+            passes = self._out.second_slot
             offers = self._core.offers
-            field_step = self._field_step(now, self._out.step, offers and passes, gates)
+            field_step = self._field_step(now, self._out.transposed, offers and passes, gates)
             o_ready = now > self._start and (not passes or field_step)
             whole = kind == "factors" and self._count == p.factor_beats - 1
-            fed = whole and (self._sections[0][1] == 0 or not self._again)
+            fed = whole and not self._factors_wait
             state_valid = self._offered
             shown = self._core.step(fed, state_valid, o_ready)
             factor_ready = fed and shown.factor_ready
             takes = state_valid and shown.state_ready
             written = self._route(offers and o_ready)
             self._feed(now, takes, written)
-            self._idle, self._again = shown.ended, self._again and not starts
+            self._idle = shown.ended
+            if starts:
+                self._factors_wait = self._states_wait = False
         elif run.holonomy:
-            self._field_step(now, run.heads + 1, False, gates)
+            self._field_step(now, False, False, gates)
 
         # Input.
         push = False
@@ -238,8 +278,8 @@ class _RunCycles:
         self._table.step(push, gates and run.table)
         self._load(now, kind, push, factor_ready)
 
-    def _field_step(self, now: int, out_step: int, word_valid: bool, score_ready: bool) -> bool:
-        offers = now > self._start and 0 < out_step <= self._run.heads and not self._given
+    def _field_step(self, now: int, scored: bool, word_valid: bool, score_ready: bool) -> bool:
+        offers = now > self._start and scored and not self._given
         step = self._field.step(self._run.field_job() if offers else None, word_valid, score_ready)
         if step.job_taken:
             self._given = True
@@ -250,23 +290,26 @@ class _RunCycles:
         if not gone:
             return False
         out = self._out
-        kept = (self._paired or not out.second) and out.word_last and out.step < self._run.heads
+        kept = out.first_slot and out.word_last
         if out.move():
             self._given = False
         return kept
 
     def _feed(self, now: int, takes: bool, written: bool) -> None:
-        run, step = self._run, self._into.step
+        into = self._into
         available = (
             now > self._start
-            and step <= run.heads
-            and (step == run.heads or self._probes != step)
-            and (step == 0 or (self._there > 0 and not self._again))
+            and not into.done
+            and not self._states_wait
+            and (not into.plain or self._probes != into.step)
+            and (not into.transposed or self._there > 0)
         )
         read = False
         if takes:
-            read = self._into.slot_last and self._into.word_last and step > 0
-            self._into.move()
+            read = into.second_slot and into.word_last
+            number = into.number
+            if into.move():
+                self._states_wait = self._turns(number)
         self._offered = available and not takes
         self._there += self._written - read
         self._written = written
@@ -281,7 +324,7 @@ class _RunCycles:
         elif kind in ("probe", "factors"):
             beats = p.probe_beats if kind == "probe" else p.factor_beats
             whole = self._count == beats - 1
-            step = self._sections[0][1]
+            step = self._passes[self._sections[0][1]].step
             moves = step <= self._used + 1 if kind == "probe" else not whole or factor_ready
             if moves:
                 self._count = 0 if whole else self._count + 1
@@ -291,12 +334,13 @@ class _RunCycles:
         if not ends:
             return
         self._lane = 0
-        _, step, _ = self._sections.popleft()
+        _, number, _ = self._sections.popleft()
         self._probes += kind == "probe"
         if not self._sections:
             self._ended = now + 1
-        elif self._sections[0][1] != step:
+        elif self._sections[0][1] != number:
             self._resume = now + 2
+            self._factors_wait = self._turns(number)
 
     def _gate(self, now: int) -> bool:
         """Whether a score goes into the pruner."""

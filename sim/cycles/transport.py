@@ -50,7 +50,7 @@ class TransportCycles:
     - ``P.project_cycles`` after the last tile of its projection,
     - ``P.gram_latency`` after the last cycle of its Gram words, where the mode solves,
     - ``P.start_cycles`` after the job was taken,
-    - a turn after the last operation of the token four contexts of the lane before.
+    - the turn of the last operation of the token four contexts of the lane before.
 
     m is there ``4 · len(program) + P.operation_cycles`` later. A word of outputs is offered ``P.output_cycles`` after
     the issue of its last tile, if none waits before it.
@@ -60,7 +60,7 @@ class TransportCycles:
         p = self._params = TransportParams(config)
         self._job = job
         self._lanes = config.solve_lanes
-        self._length = p.solve_cycles(job.mode, job.groups)
+        self._length = p.solve_cycles(job)
         slots = len(job.slots) if p.vectors == 1 else 1
         self._phase = job.words * slots * job.groups
         self._token_words = (job.factor_words, job.state_words(p))
@@ -181,7 +181,7 @@ class TransportCycles:
                 self._thread_free.get(place, 0),
             )
             turn = first + (1 + thread - first) % THREADS
-            self._thread_free[place] = turn + THREADS * (self._length + 1)
+            self._thread_free[place] = turn + THREADS * self._length
             self._done[token] = turn + THREADS * self._length + p.operation_cycles
             self._solved += 1
 

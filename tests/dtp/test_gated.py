@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from tests.gated import Gated, workload
 
 TINY = Config.load("tiny")
 ECP5 = Config.load("ecp5-85k")
+WIDE = Config.load("wide")
 OPEN = PrunerSettings.open(Source.HOLONOMY)
 
 
@@ -41,7 +43,7 @@ def settings(source: Source, theta: int) -> PrunerSettings:
     return PrunerSettings.open(source).changed(theta_low=theta, theta_high=theta)
 
 
-@pytest.mark.parametrize("config", [TINY, ECP5], ids=lambda c: c.name)
+@pytest.mark.parametrize("config", [TINY, ECP5, WIDE], ids=lambda c: c.name)
 @pytest.mark.parametrize("source", Source)
 def test_beats_hold_what_the_contract_says(config: Config, source: Source) -> None:
     made = workload(config, 1, tokens=config.block + 3, heads=2)
@@ -51,7 +53,9 @@ def test_beats_hold_what_the_contract_says(config: Config, source: Source) -> No
     table = run.blocks(config) ** 2 if run.table else 0
     factors = run.tokens * run.words * run.groups * p.factor_beats if run.holonomy else 0
     probe = run.words * p.probe_beats if run.holonomy else 0
-    assert len(beats) == p.descriptor_beats + 2 * table + 2 * probe + 3 * factors
+    # Behind the first pass the second head has two, unless vectors work in pairs.
+    passes = 4 if p.transport.vectors == 1 else 3
+    assert len(beats) == p.descriptor_beats + 2 * table + 2 * probe + passes * factors
     assert descriptor_error(config, beats.tobytes()[:DESCRIPTOR_BYTES]) is GeometryError.NONE
     place = p.descriptor_beats + probe + factors
     if run.table:
@@ -69,6 +73,26 @@ def test_beats_hold_what_the_contract_says(config: Config, source: Source) -> No
         assert (got == geometry.factors[0, 0, :rows, :4]).all()
         # The last pass has the factors of the first head again.
         assert (beats[-factors:] == beats[p.descriptor_beats + probe :][:factors]).all()
+
+
+def test_passes() -> None:
+    """Every head has one transport of its own and one transpose, in this order and next to each other."""
+    for config in (TINY, WIDE):
+        paired = GatedParams(config).transport.vectors == 2
+        for heads in range(1, 6):
+            run = Run(heads=heads, tokens=3, words=2)
+            passes = run.passes(config)
+            assert [one.step for one in passes if one.plain] == list(range(heads))
+            assert [one.step for one in passes if one.transposed] == list(range(1, heads + 1))
+            assert [one.step for one in passes] == sorted(one.step for one in passes)
+            assert len(passes) == heads + 1 + (heads > 1 and not paired)
+            jobs = run.transport_jobs(config)
+            assert sum(job.tokens for job in jobs) == 3 * len(passes)
+            if not paired:
+                slots = [job.slots for job in jobs]
+                assert slots[:2] == [(0,), (1,)] and all(a != b for a, b in pairwise(slots))
+            tables = Run(heads=heads, tokens=3, words=0, holonomy=False, table=True).passes(config)
+            assert [one.step for one in tables if one.transposed] == list(range(1, heads + 1)) and len(tables) == heads
 
 
 def test_fields_do_not_overlap() -> None:

@@ -22,6 +22,7 @@ from dtp.solve import (
     UNIT_DIAGONAL,
     UNIT_PAIR,
     WEIGHTS,
+    ZERO,
     MiddleMode,
     Operation,
     OperationKind,
@@ -34,13 +35,15 @@ from dtp.solve import (
 )
 
 GUARD = 6
-LOADS = (OperationKind.LOAD_GRAM, OperationKind.LOAD_PROJECTION, OperationKind.LOAD_RECIPROCAL)
+LOADS = (OperationKind.LOAD_GRAM, OperationKind.LOAD_PROJECTION)
+SLOTS = ((0, 1), (0,), (1,))
 
 
 def run_program(
-    mode: MiddleMode, groups: int, gram: Int, h: Int, *, unit: int, gram_shift: int, weights: tuple[int, ...]
-) -> tuple[Int, bool, bool]:
-    """One token through the list of operations, slot by slot: m (2, columns), pivot and range error."""
+    mode: MiddleMode, groups: int, gram: Int, h: Int, *, slots: tuple[int, ...] = (0, 1), unit: int, gram_shift: int,
+    weights: tuple[int, ...],
+) -> tuple[Int, bool, bool]:  # fmt: skip
+    """One token through the list of operations, turn by turn: m (2, columns), pivot and range error."""
     registers = np.full(REGISTERS, 1 << 40, dtype=np.int64)
     registers[:CONSTANTS] = 0
     registers[UNIT_DIAGONAL] = unit if mode is MiddleMode.WOODBURY else 0
@@ -53,7 +56,7 @@ def run_program(
     pivot = saturated = False
     written: list[tuple[int, int, int]] = []
     latched = 0
-    for slot, op in enumerate(program(mode, groups)):
+    for slot, op in enumerate(program(mode, groups, slots)):
         for due, register, value in list(written):
             if due <= slot:
                 registers[register] = value
@@ -74,13 +77,11 @@ def run_program(
                 q = int(round_shift(entries[op.a0] << GUARD, gram_shift))
             case OperationKind.LOAD_PROJECTION:
                 q = int(h[op.a0 // 8, op.a0 % 8])
-            case OperationKind.LOAD_RECIPROCAL:
-                assert slot >= latched
-                q = r
             case OperationKind.MULTIPLY:
                 q = int(round_shift(q, 15))
             case OperationKind.INVERSE:
-                q = int(round_shift(q, e - 13))
+                assert slot >= latched and op.b0 == op.a1 == op.b1 == ZERO
+                q = int(round_shift(a0 * r, e - 13))
         exact = c + (-q if op.negative else q)
         saturated |= bool(overflows(exact, REGISTER_BITS))
         written.append((slot + RESULT_SLOTS, op.d, int(saturate(exact, REGISTER_BITS))))
@@ -114,9 +115,10 @@ def test_against_float64(mode: MiddleMode, size: int) -> None:
             assert np.abs(exact).max() > 5000
 
 
+@pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("mode", list(MiddleMode))
-def test_program_is_the_formulas(mode: MiddleMode, groups: int) -> None:
+def test_program_is_the_formulas(mode: MiddleMode, groups: int, slots: tuple[int, ...]) -> None:
     """Also where a pivot is below the floor and where words saturate."""
     size = 4 * groups
     flags = set()
@@ -125,6 +127,7 @@ def test_program_is_the_formulas(mode: MiddleMode, groups: int) -> None:
         if spread == 0.0:
             gram[:4] = 0
         weights = (30000, -7000, 131071, 9)
+        h[[slot for slot in (0, 1) if slot not in slots]] = 0
         if mode.solves:
             matrix, clipped = gram_words(gram, mode, unit, shift, GUARD)
             result = solve(matrix, h[0], h[1])
@@ -133,10 +136,10 @@ def test_program_is_the_formulas(mode: MiddleMode, groups: int) -> None:
             clipped = np.zeros(8, dtype=np.bool_)
         for token in range(8):
             m, pivot, saturated = run_program(
-                mode, groups, gram[token], h[:, token], unit=unit, gram_shift=shift, weights=weights
-            )
-            assert m[0].tolist() == result.plain[token].tolist()
-            assert m[1].tolist() == result.transposed[token].tolist()
+                mode, groups, gram[token], h[:, token], slots=slots, unit=unit, gram_shift=shift, weights=weights
+            )  # fmt: skip
+            for slot in slots:
+                assert m[slot].tolist() == (result.plain, result.transposed)[slot][token].tolist()
             assert pivot == result.pivot[token]
             assert saturated == (result.range[token] | clipped[token])
             flags.add((pivot, saturated))
@@ -158,11 +161,12 @@ def test_reciprocal_of_every_fraction() -> None:
     assert -(1 << (FINE_BITS - 1)) <= min(RECIPROCAL_FINE) and max(RECIPROCAL_FINE) < 1 << (FINE_BITS - 1)
 
 
+@pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("mode", list(MiddleMode))
-def test_schedule(mode: MiddleMode, groups: int) -> None:
-    """Every register is written once, before it is read; no slot is wasted where chains are short."""
-    operations = program(mode, groups)
+def test_schedule(mode: MiddleMode, groups: int, slots: tuple[int, ...]) -> None:
+    """Every register is written once, before it is read; no turn is wasted where chains are short."""
+    operations = program(mode, groups, slots)
     written: dict[int, int] = dict.fromkeys(range(CONSTANTS), -RESULT_SLOTS)
     for slot, op in enumerate(operations):
         if op.kind is OperationKind.NONE:
@@ -172,9 +176,24 @@ def test_schedule(mode: MiddleMode, groups: int) -> None:
         if op.kind is not OperationKind.DETERMINANT:
             assert op.d not in written and OUTPUTS <= op.d < REGISTERS
             written[op.d] = slot
-    assert all(OUTPUTS + 8 * slot + c in written for slot in range(2) for c in range(4 * groups))
+    assert all(OUTPUTS + 8 * slot + c in written for slot in slots for c in range(4 * groups))
     assert operations[-1] != Operation()
-    assert len(operations) == {(True, 1): 56, (True, 2): 224, (False, 1): 16, (False, 2): 32}[mode.solves, groups]
+    own = mode.solves and groups == 1
+    assert any(OUTPUTS + 8 * slot in written for slot in (0, 1) if slot not in slots) == (not own and len(slots) == 1)
+    if own and len(slots) == 1:
+        assert len(operations) == (47, 46)[slots[0]] and sum(op != Operation() for op in operations) == 42
+    else:
+        assert len(operations) == {(True, 1): 54, (True, 2): 220, (False, 1): 16, (False, 2): 32}[mode.solves, groups]
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_program_behind_another(groups: int, slots: tuple[int, ...]) -> None:
+    """The next token's program follows without a gap: its determinant comes behind the last inverse."""
+    for operations in (program(mode, groups, slots) for mode in MiddleMode if mode.solves):
+        kinds = [op.kind for op in operations]
+        last = len(kinds) - 1 - kinds[::-1].index(OperationKind.INVERSE)
+        assert len(kinds) - last + kinds.index(OperationKind.DETERMINANT) >= RESULT_SLOTS
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ class _Tokens:
         v = random.normal(size=(count, 16, size)) * spread
         self.v = np.rint(v * (1 if config.factor_bits == 8 else 200)).astype(np.int64)
         self.gram_shift = 6 if config.factor_bits == 8 else 15
-        self.project_shift = int(random.integers(5, 9))
+        # Every second job takes the last of the shifter's coarse places.
+        self.project_shift = int(random.integers(5, 9)) + 19 * (seed % 2)
         self.unit = int(random.choice([30000, 9000, 90]))
         self.weights = tuple(int(w) for w in random.integers(-131072, 131072, 4))
         self.h = random.integers(-(1 << 23), 1 << 23, (2, count, size)) >> random.integers(0, 9, (2, count, 1))
@@ -140,9 +141,9 @@ def _simulate(config: Config, jobs: list[_Tokens]) -> None:
                     # The cycle is that of the contract.
                     first = max(loaded[read], formed.get(read, 0), started + p.start_cycles, ready.get(read - 4, 0))
                     turn = first + (started + 1 + read - first) % THREADS
-                    length = len(program(tokens.mode, tokens.groups))
+                    length = len(program(tokens.mode, tokens.groups, p.solve_slots(tokens.slots)))
                     due = turn + THREADS * length + p.operation_cycles
-                    ready[read] = turn + THREADS * (length + 1)
+                    ready[read] = turn + THREADS * length
                     assert cycle >= due
                     if read == 0 or len(jobs) == 1:
                         exact.append(cycle == due)
@@ -150,7 +151,7 @@ def _simulate(config: Config, jobs: list[_Tokens]) -> None:
                     await tick()
                     ctx.set(dut.project_valid, 0)
                     ctx.set(dut.gram_valid, 0)
-                    for slot in range(3 - p.vectors):
+                    for slot in tokens.slots if p.vectors == 1 else (0,):
                         for group in range(tokens.groups):
                             ctx.set(dut.m_context, read % CONTEXTS)
                             ctx.set(dut.m_slot, slot)
@@ -187,7 +188,9 @@ def test_tokens(name: str, mode: MiddleMode) -> None:
     groups = (1, 1, 2)[: 1 + config.transport_columns // 4]
     jobs = [
         _Tokens(config, mode, g, slots, seed, count)
-        for seed, (g, slots, count) in enumerate(zip(groups, ((0, 1), (0,), (0, 1)), (11, 3, 5), strict=False))
+        for seed, (g, slots, count) in enumerate(
+            zip((*groups, *groups[-2:]), ((0, 1), (0,), (0, 1), (1,), (1,)), (11, 9, 5, 9, 5), strict=False)
+        )
     ]
     _simulate(config, jobs)
 
