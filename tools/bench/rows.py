@@ -185,7 +185,7 @@ ROWS = (
     Row(
         "gate-open", "`ecp5-85k`, all gates open: cycles ÷ the same attention without gating", "≤ 1.05",
         "the gate works beside the array; the first head's field alone is waited for", gated.gate_open,
-        "margin 7,500 cycles at L = 128, 29,500 at 256; first field 12,300 to 16,400, twice that at 256",
+        "margin 7,500 cycles at L = 128, 29,500 at 256, and 2,900 of a dense start; first field 12,450, at 256 24,400",
     ),
     Row(
         "gate-cycles", "gated Riemannian attention, 8 heads, kept fraction f: cycles ÷ dense, first field included",
