@@ -263,7 +263,7 @@ class Run:
         )  # fmt: skip
 
     def transport_jobs(self, config: Config) -> tuple[TransportJob, ...]:
-        """What the engine works on, job after job: all passes where vectors work in pairs, else those of the same slots."""
+        """What the engine works on, job after job: passes of the same slots, or all where vectors work in pairs."""
         a_pass, passes = self.transport_job(), self.passes(config)
         if TransportParams(config).vectors == 2:
             return (replace(a_pass, tokens=len(passes) * self.tokens),)

@@ -299,6 +299,8 @@ REGISTERS: Final = 256
 """Registers of a thread."""
 THREADS: Final = 4
 """Tokens that a solve lane runs in turn, an operation a cycle."""
+BOTH_SLOTS: Final = (0, 1)
+"""Plain and transposed."""
 RESULT_SLOTS: Final = 3
 """From an operation to the first of the same token that can read its result, in turns of :data:`THREADS` cycles."""
 GRAM_PAIRS: Final = tuple((i, j) for i in range(TILE_COLUMNS) for j in range(i, TILE_COLUMNS))
@@ -317,7 +319,6 @@ def gram_index(a: int, b: int) -> int:
 
 
 _Matrix = dict[tuple[int, int], int]
-BOTH_SLOTS: Final = (0, 1)
 
 
 class _Builder:
@@ -476,7 +477,7 @@ def _schedule(operations: list[Operation]) -> tuple[Operation, ...]:
 def program(mode: MiddleMode, groups: int, slots: tuple[int, ...] = BOTH_SLOTS) -> tuple[Operation, ...]:
     """Operations of a token, turn by turn; the two modes that solve have the same. The last turn is never empty.
 
-    ``slots``: those whose m is made; a solve of one tile leaves out what the other one alone needs, all others make both.
+    ``slots``: those whose m is made; a solve of one tile leaves out what the other one alone needs, others make both.
     """
     size = groups * TILE_COLUMNS
     if mode.solves:

@@ -236,7 +236,6 @@ class Geometry(wiring.Component):
         ended, start = Signal(), Signal()
         section_end = Signal()
         passes = self._passes(m, "load", fields, section_end)
-        # A last beat that comes early stays where it is and stands for those that are missing.
         # Words of several beats, the lowest first.
         longest = max(p.probe_beats, p.factor_beats)
         before = Signal((longest - 1) * bits, reset_less=True)
@@ -302,7 +301,7 @@ class Geometry(wiring.Component):
                     with m.If(beat_last | (count == p.descriptor_beats - 1)):
                         m.d.sync += [count.eq(0), ended.eq(beat_last), state.eq(State.CHECK)]
             with m.Case(State.CHECK):
-                m.d.sync += state.eq(State.START)
+                m.d.sync += [state.eq(State.START), *passes.begin(fields["holonomy"], fields["heads"] == 1)]
             with m.Case(State.START):
                 with m.If(ended | (fault != GeometryError.NONE)):
                     m.d.comb += self._refuse(m, Mux(ended, GeometryError.CUT, fault))
@@ -310,7 +309,6 @@ class Geometry(wiring.Component):
                 with m.Elif(~queue.level[-1] & ~queue.level[-2]):
                     m.d.comb += start.eq(1)
                     m.d.sync += [
-                        *passes.begin(fields["holonomy"], fields["heads"] == 1),
                         probes.eq(0),
                         state.eq(Mux(fields["holonomy"], State.PROBE, State.TABLE)),
                     ]
@@ -352,6 +350,7 @@ class Geometry(wiring.Component):
                 with m.If(source.o.valid & beat_last):
                     m.d.sync += state.eq(State.DESCRIPTOR)
         with m.If(taken):
+            # A last beat that comes early stays where it is and stands for those that are missing.
             m.d.comb += source.o.ready.eq(~beat_last | finished)
             m.d.sync += ended.eq(ended | beat_last)
             if longest > 1:
@@ -376,9 +375,10 @@ class Geometry(wiring.Component):
         """Passes that go on with ``ends``: where a word has one vector the second head's has its slots one by one."""
         paired = self.params.transport.vectors == 2
         step = Signal(range(MAX_HEADS + 1), name=f"{name}_step")
-        first, last, nears, plain, transposed, stays, turns = (
-            Signal(name=f"{name}_{part}") for part in ("first", "last", "nears", "plain", "transposed", "stays", "turns")
+        first, last, nears, plain, transposed = (
+            Signal(name=f"{name}_{part}") for part in ("first", "last", "nears", "plain", "transposed")
         )
+        stays, turns = Signal(name=f"{name}_stays"), Signal(name=f"{name}_turns")
         m.d.sync += nears.eq(step + 1 == fields["heads"])
         m.d.comb += [
             stays.eq(0 if paired else ~plain & ~last),

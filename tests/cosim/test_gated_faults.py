@@ -318,6 +318,35 @@ def test_runs_of_short_heads_follow_each_other() -> None:
     assert cycles.tolist() == wanted.tolist()
 
 
+@pytest.mark.parametrize("seed", [40, 50])
+def test_small_runs_of_every_kind_follow_each_other(seed: int) -> None:
+    """Runs of one block and of one token, of one head and of several, behind each other: places start anew."""
+    table, field, both = Source.TABLE, Source.HOLONOMY, Source.BOTH
+    kinds = [
+        (table, 2, 8), (table, 2, 8), (table, 1, 3), (table, 3, 8), (field, 2, 1), (table, 1, 8), (field, 1, 1),
+        (both, 3, 1), (field, 3, 9), (field, 2, 8), (table, 2, 1), (both, 2, 5), (field, 1, 10),
+    ]  # fmt: skip
+    order = np.random.default_rng(seed).permutation(len(kinds))
+    runs = []
+    for place in order:
+        source, heads, tokens = kinds[place]
+        settings = PrunerSettings.open(source).changed(theta_low=6000, theta_high=6000)
+        rank = 2 if source & Source.HOLONOMY else 0
+        made = workload(TINY, seed + int(place), tokens=tokens, heads=heads, transport_rank=rank)
+        runs.append(Gated.of(TINY, made, settings))
+    heads = [head for gated in runs for head in gated.heads]
+    result = drive(
+        TINY,
+        runs=[(gated.geometry.beats(TINY), START) for gated in runs],
+        jobs=[(head, START) for gated in runs for head in gated.plain],
+        accesses=settings_of(TINY, runs[0].settings),
+    )
+    assert outputs_differ(TINY, heads, [golden for gated in runs for golden in gated.golden], result) == []
+    view = stream_view(TINY, result)
+    wanted = predict_gated(TINY, heads, [(gated.geometry.run, gated.settings) for gated in runs]).beat_cycles
+    assert (view.cycles - view.first_input_cycle).tolist() == wanted.tolist()
+
+
 def test_each_head_has_its_own_scores_of_the_run_before() -> None:
     policy = POLICY.changed(aggregation=Aggregation.MAXIMUM)
     runs = [table_run(seed, heads=2, policy=policy) for seed in (24, 25)]
