@@ -457,7 +457,7 @@ class SolveLane(wiring.Component):
             rest = register
             places = list(delayed(m, f"places_{steps[0]}", Cat(places), 1)[1])
         valids = delayed(m, "determinant_valid", valid, 7, reset_less=False)
-        lows = delayed(m, "determinant_low", low, 7)
+        lows = delayed(m, "determinant_low", low, 6)
         m.d.sync += self.pivot.eq(valid & low)
 
         # Tables at 12, their register at 13, sum at 14.
@@ -484,12 +484,12 @@ class SolveLane(wiring.Component):
             shape=unsigned(MANTISSA_BITS + _EXPONENT_BITS), depth=THREADS, init=[]
         )
         write, port = kept.write_port(), kept.read_port(domain="comb")
+        # Below the floor r is 0, and what it is shifted by makes no difference.
         top = Const(_DETERMINANT_BITS - 1 - _INVERSE_BITS, _EXPONENT_BITS)
-        floor = Const(PIVOT_FLOOR_BITS - _INVERSE_BITS, _EXPONENT_BITS)
         m.d.comb += [
             write.en.eq(valids[7]),
             write.addr.eq(thread(14)),
-            write.data.eq(Cat(value, Mux(lows[7], floor, (top - exponent)[:_EXPONENT_BITS]))),
+            write.data.eq(Cat(value, (top - exponent)[:_EXPONENT_BITS])),
             port.addr.eq(thread(3)),
             r.eq(port.data[:MANTISSA_BITS]),
             e.eq(port.data[MANTISSA_BITS:]),

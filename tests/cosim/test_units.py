@@ -128,6 +128,11 @@ def transport(config: Config) -> Case:
         ),
         transports.Case.of(config, 13, mode=MiddleMode.WOODBURY, tokens=4, words=2, tag=5),
     ]  # fmt: skip
+    return transport_jobs(config, cases)
+
+
+def transport_jobs(config: Config, cases: Sequence[transports.Case]) -> Case:
+    """Jobs of the transport engine behind each other."""
     inputs, outputs = [], []
     for case in cases:
         for beats, payloads, spare in zip(transports._packed(config, case), (inputs, outputs), (0, 1), strict=True):
@@ -382,6 +387,16 @@ def test_bits_and_cycles(name: str, preset: str) -> None:
     stalled = case.run(stall=0.4, seed=len(name))
     assert case.differences(stalled) == []
     assert stalled.sim_cycles != still.sim_cycles
+
+
+def test_saturations_stop_at_their_limit() -> None:
+    """More saturated lanes in a job than its status has room for; the next job counts from 0."""
+    config = Config.load("tiny")
+    many = transports.saturating_case(config, tokens=520, words=16, alone=False)
+    few = transports.saturating_case(config, tokens=2, words=3, alone=True)
+    assert many.result.saturations == 65535 and few.result.saturations == 4
+    case = transport_jobs(config, [many, few])
+    assert case.differences(case.run()) == []
 
 
 @pytest.mark.parametrize("name", CASES)

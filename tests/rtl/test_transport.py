@@ -169,6 +169,31 @@ def test_without_stalls(name: str, mode: MiddleMode) -> None:
     _run(config, cases, 1)
 
 
+def saturating_case(config: Config, *, tokens: int, words: int, alone: bool) -> Case:
+    """Every lane of every token is saturated, in both slots; or that of the token's number ``alone``."""
+    lanes = words * TransportParams(config).tile_rows
+    job = TransportJob(
+        mode=MiddleMode.SCALE, tokens=tokens, words=words, groups=1, plain=True, transposed=True,
+        project_shift=7 if alone else 7 + (lanes - 1).bit_length(), weights=(-32768, 0, 0, 0),
+    )  # fmt: skip
+    v = np.zeros((tokens, lanes, 4), dtype=np.int64)
+    if alone:
+        v[np.arange(tokens), np.arange(tokens) % lanes, 0] = 127
+    else:
+        v[..., 0] = 127
+    x = np.full((tokens, 2, lanes), 32767, dtype=np.int64)
+    result = transport(config, job, v, x)
+    assert result.saturations == min(65535, 2 * tokens * (1 if alone else lanes))
+    return Case(job, v, x, None, None, result)
+
+
+@pytest.mark.parametrize("name", ["tiny", "pairs"])
+def test_every_lane_that_is_saturated_counts(name: str) -> None:
+    config = CONFIGS[name]
+    lanes = 2 * TransportParams(config).tile_rows
+    _run(config, [saturating_case(config, tokens=lanes, words=2, alone=True)], 4)
+
+
 @pytest.mark.parametrize(("source", "sink"), [(0.2, 1.0), (1.0, 0.15), (0.5, 0.5)])
 @pytest.mark.parametrize("name", ["tiny", "pairs", "two lanes"])
 def test_with_stalls(name: str, source: float, sink: float) -> None:

@@ -11,7 +11,7 @@ from amaranth.lib import data
 from amaranth.sim import Simulator
 
 from dtp.errors import DtpError
-from rtl.lib.streams import PrefetchQueue, RegisterSlice, StreamQueue
+from rtl.lib.streams import BlockQueue, PrefetchQueue, RegisterSlice, StreamQueue
 
 SHAPE = data.StructLayout({"low": 5, "high": 9})
 UNITS = {
@@ -19,9 +19,13 @@ UNITS = {
     "queue of 2": lambda: StreamQueue(SHAPE, 2),
     "queue of 8": lambda: StreamQueue(SHAPE, 8),
     "block of 8": lambda: PrefetchQueue(SHAPE, 8),
+    "slow block of 8": lambda: BlockQueue(SHAPE, 8),
 }
-CAPACITY = {"slice": 2, "queue of 2": 2, "queue of 8": 8, "block of 8": 8}
-LATENCY = {"slice": 1, "queue of 2": 1, "queue of 8": 1, "block of 8": PrefetchQueue.LATENCY}
+CAPACITY = {"slice": 2, "queue of 2": 2, "queue of 8": 8, "block of 8": 8, "slow block of 8": 9}
+LATENCY = {
+    "slice": 1, "queue of 2": 1, "queue of 8": 1, "block of 8": PrefetchQueue.LATENCY,
+    "slow block of 8": BlockQueue.LATENCY,
+}  # fmt: skip
 
 
 def _run(unit: Any, count: int, source: float, sink: float, seed: int, *, hold_until: int = 0) -> dict[str, list[int]]:
@@ -46,6 +50,10 @@ def _run(unit: Any, count: int, source: float, sink: float, seed: int, *, hold_u
             assert ctx.get(unit.i.ready) == before, "i.ready depends on o.ready within a cycle"
             out = ctx.get(unit.o.payload.as_value())
             valid = ctx.get(unit.o.valid)
+            inside = number - len(seen["got"])
+            if isinstance(unit, BlockQueue):
+                assert ctx.get(unit.empty) == (inside == 0)
+                assert inside - ctx.get(unit.level) in ((1,) if valid else (0, 1))
             if held is not None:
                 assert valid and out == held, f"a waiting payload changed in cycle {cycle}"
             held = out if valid and not ready else None
@@ -78,9 +86,10 @@ def test_order(name: str, source: float, sink: float) -> None:
 
 @pytest.mark.parametrize("name", UNITS)
 def test_one_a_cycle_with_the_latency(name: str) -> None:
-    seen = _run(UNITS[name](), 50, 1.0, 1.0, seed=2)
-    assert seen["in"] == list(range(seen["in"][0], seen["in"][0] + 50))
-    assert seen["out"] == [cycle + LATENCY[name] for cycle in seen["in"]]
+    count, period = (8, BlockQueue.PERIOD) if name.startswith("slow") else (50, 1)
+    seen = _run(UNITS[name](), count, 1.0, 1.0, seed=2)
+    assert seen["in"] == list(range(seen["in"][0], seen["in"][0] + count))
+    assert seen["out"] == [seen["in"][0] + LATENCY[name] + period * n for n in range(count)]
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -91,7 +100,7 @@ def test_capacity(name: str) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 3, 8192])
 def test_depth_is_checked(depth: int) -> None:
-    for queue in (StreamQueue, PrefetchQueue):
+    for queue in (StreamQueue, PrefetchQueue, BlockQueue):
         rule = f"^{queue.__name__}.depth must be a power of two from 2 to 4096, not {depth}$"
         with pytest.raises(DtpError, match=rule):
             queue(SHAPE, depth)
