@@ -136,6 +136,32 @@ class Layer:
         """F."""
         return int(self.mlp_in.shape[0])
 
+    @classmethod
+    def of(cls, workload: Workload) -> Layer:
+        """The layer beside the attention of a workload file; a key head that several heads share is repeated.
+
+        The hardware's LayerNorm divides by the root of the variance alone, so that ``norm_epsilon`` is not read.
+
+        Raises
+        ------
+        DtpError
+            for a workload without hidden states
+        """
+        if workload.hidden is None or workload.activation is None:
+            raise must("Layer", "hidden", "there for a commutator", None)
+        names = ("w_q", "w_k", "w_v", "w_o", "mlp_in", "mlp_out", "b_q", "b_k", "b_v", "b_o", "ln_attn", "ln_mlp")
+        given: dict[str, Any] = {"hidden": workload.hidden} | {name: getattr(workload, name) for name in names}
+        given |= {"b_in": workload.b_mlp_in, "b_out": workload.b_mlp_out}
+        given = {name: value.astype(np.float64) for name, value in given.items() if value is not None}
+        shared = workload.heads // len(workload.k)
+        for name in ("w_k", "w_v", "b_k", "b_v"):
+            if name in given:
+                heads = given[name].reshape(len(workload.k), workload.width, *given[name].shape[1:])
+                given[name] = heads.repeat(shared, axis=0).reshape(-1, *given[name].shape[1:])
+        for name in ("mode", "causal", "temperature", "blend", "frame", "metric_factor", "curvature", "valid_length"):
+            given[name] = getattr(workload, name)
+        return cls(**given, heads=workload.heads, activation=Activation[workload.activation.name])
+
     def workload(self, q: Real, k: Real, v: Real, scales: Mapping[str, float]) -> Workload:
         """Attention of the layer for given (L, H·d) queries, keys and values."""
         split = {

@@ -152,3 +152,10 @@ def test_the_command_refreshes_and_checks(tmp_path: Path, monkeypatch: pytest.Mo
     assert docs.main([]) == 0
     assert page.read_text(encoding="utf-8") == "new"
     assert docs.main(["--check"]) == 0
+
+
+def test_the_commutators_energies_reach_the_gate(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (docs.ROOT / "docs" / "commutator.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(example, "commutator.md", "exec"), {})
+    assert capsys.readouterr().out == "1\n"

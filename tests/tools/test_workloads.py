@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from dtp.commutator import Layer
 from dtp.errors import DtpError, MissingToolError
 from dtp.reference.attention import attention, keep_masks, masked_probabilities, scores, sqnr_db
 from dtp.reference.digits import (
@@ -416,3 +417,29 @@ def test_missing_pytorch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(MissingToolError, match=r"PyTorch is not installed: pip install torch==2\.13\.0"):
             make()
     assert minilm_extract().heads == 24
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, None), (4, 2), (2, 1)])
+def test_a_workload_with_a_layer_is_the_commutators_layer(heads: int, kv_heads: int | None) -> None:
+    """Its projections are the workload's q, k and v, heads that share a key head with the same rows."""
+    made = random_workload(
+        tokens=12, width=16, heads=heads, kv_heads=kv_heads, mode="riemannian", kept=1.0, causal=True, seed=4,
+        block=None, mlp_width=48, valid_length=9,
+    )  # fmt: skip
+    layer = Layer.of(made)
+    assert (layer.heads, layer.mode, layer.causal, layer.valid_length) == (heads, Mode.RIEMANNIAN, True, 9)
+    assert layer.activation.name == "GELU" and layer.mlp == 48 and layer.ln_attn is not None
+    centred = layer.hidden - layer.hidden.mean(axis=1, keepdims=True)
+    gain, offset = layer.ln_attn
+    normed = gain * centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + NORM_EPSILON) + offset
+    for name in "qkv":
+        weight, bias, wanted = getattr(layer, f"w_{name}"), getattr(layer, f"b_{name}"), getattr(made, name)
+        got = (normed @ weight.T + bias).reshape(12, heads, 16).swapaxes(0, 1)
+        assert np.abs(got - np.repeat(wanted, heads // len(wanted), axis=0)).max() < 1e-5
+    for name in ("frame", "metric_factor", "curvature"):
+        assert np.array_equal(getattr(layer, name), getattr(made, name))
+    plain = random_workload(
+        tokens=12, width=16, heads=2, mode="dot", kept=1.0, causal=True, seed=4, block=None,
+    )  # fmt: skip
+    with pytest.raises(DtpError, match=r"^Layer\.hidden must be there for a commutator, not None$"):
+        Layer.of(plain)
