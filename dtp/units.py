@@ -13,6 +13,7 @@ class Unit(Enum):
     ATTENTION = "attention"
     TRANSPORT = "transport"
     HOLONOMY = "holonomy"
+    LOOPS = "loops"
     COMMUTATOR = "commutator"
     PRUNER = "pruner"
     GATED = "gated"

@@ -1,4 +1,4 @@
-"""Loop programs in hardware: energies, ratio, tables and histogram of loops."""
+"""Loop programs in hardware: steps on the transport engine; energies, ratio, tables and histogram of loops."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from amaranth.hdl import Array, Cat, Const, Module, Mux, Shape, ShapeLike, Signa
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
-from dtp.config import REGISTER_BITS
+from dtp.config import REGISTER_BITS, Config
 from dtp.holonomy import (
     BINS,
     COUNT_BITS,
@@ -22,6 +22,8 @@ from dtp.transport import STATE_BITS
 from rtl.lib.delay import delayed
 from rtl.lib.memory import BlockMemory
 from rtl.lib.multiplier import Multiplier, Target
+from rtl.solve import JobLayout
+from rtl.transport import TransportCore
 
 __all__ = [
     "HolonomyLoops",
@@ -30,6 +32,7 @@ __all__ = [
     "LoopSequencer",
     "LoopStartLayout",
     "LoopStepLayout",
+    "LoopUnit",
     "LoopWordLayout",
 ]
 
@@ -491,6 +494,84 @@ class LoopSequencer(wiring.Component):
             m.d.sync += self.error.eq(LoopError.NONE)
         with m.Elif(self.error == LoopError.NONE):
             m.d.sync += self.error.eq(error)
+        return m
+
+
+class LoopUnit(wiring.Component):
+    """Loop programs from steps to tables: the sequencer, a transport engine of its own, the accounts.
+
+    A program comes on four streams, each in the order of its loops: a header a loop, its start vector, its steps, and
+    the factors of each step. Out come a record a loop and, after the last one, the tables. Loops go one by one, so
+    that a step takes the latency of the engine for one token; :func:`sim.cycles.loops.unit_timing` states every cycle.
+
+    Parameters
+    ----------
+    config: the processor
+    params: of the accounts, with the lanes of the engine
+    target: plain description or explicit ECP5 cells
+
+    Members
+    -------
+    floor: In(32), least divisor, at least 1; constant while a program runs
+    header: In(stream of :class:`LoopHeaderLayout`)
+    step: In(stream of :class:`LoopStepLayout`); a job has one token and one slot
+    start: In(stream of :class:`LoopStartLayout`)
+    factors: In(stream of tile_rows × 4 × signed(factor_bits)), words of a step's token
+    o: Out(stream of :class:`LoopReportLayout`)
+    error: Out(:class:`dtp.holonomy.LoopError`), sticky, the first of the accounts or, while they have none, the first
+        of the sequencer
+    transport_error: Out(3), :class:`dtp.solve.TransportError` flags of all steps, sticky
+    error_clear: In(1)
+    """
+
+    def __init__(self, config: Config, params: LoopParams, *, target: Target = Target.GENERIC) -> None:
+        self._accounts = HolonomyLoops(params, target=target)
+        self._engine = engine = TransportCore(config, target=target)
+        vectors = engine.params.vectors
+        self._sequencer = LoopSequencer(params, JobLayout(engine.params), vectors=vectors, target=target)
+        super().__init__(
+            {
+                "floor": In(32),
+                "header": self._accounts.signature.members["header"],
+                "step": self._sequencer.signature.members["step"],
+                "start": self._sequencer.signature.members["start"],
+                "factors": engine.signature.members["factors"],
+                "o": Out(stream.Signature(LoopReportLayout())),
+                "error": Out(LoopError),
+                "transport_error": Out(3),
+                "error_clear": In(1),
+            }
+        )
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        m.submodules.accounts, m.submodules.engine = accounts, engine = self._accounts, self._engine
+        m.submodules.sequencer = sequencer = self._sequencer
+        for port, inner in (
+            (self.header, accounts.header), (self.step, sequencer.step), (self.start, sequencer.start),
+            (self.factors, engine.factors),
+        ):  # fmt: skip
+            wiring.connect(m, wiring.flipped(port), inner)
+        wiring.connect(m, sequencer.engine_job, engine.job)
+        wiring.connect(m, sequencer.engine_state, engine.state)
+        wiring.connect(m, sequencer.o, accounts.i)
+        wiring.connect(m, accounts.o, wiring.flipped(self.o))
+        m.d.comb += [
+            sequencer.engine_o.valid.eq(engine.o.valid),
+            sequencer.engine_o.payload.data.eq(engine.o.payload.data),
+            sequencer.engine_o.payload.last.eq(engine.o.payload.last),
+            engine.o.ready.eq(sequencer.engine_o.ready),
+            sequencer.engine_saturations.eq(engine.saturations),
+            sequencer.engine_idle.eq(engine.idle),
+            accounts.floor.eq(self.floor),
+            accounts.error_clear.eq(self.error_clear),
+            sequencer.error_clear.eq(self.error_clear),
+            self.error.eq(Mux(accounts.error == LoopError.NONE, sequencer.error, accounts.error)),
+        ]
+        with m.If(self.error_clear):
+            m.d.sync += self.transport_error.eq(0)
+        with m.Elif(~engine.idle):
+            m.d.sync += self.transport_error.eq(self.transport_error | engine.error)
         return m
 
 

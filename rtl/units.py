@@ -16,7 +16,7 @@ from dtp.config import Config
 from dtp.errors import must
 from dtp.gated import MAX_HEADS, ROW_QUEUE, GatedParams
 from dtp.gated import VERSION as RUN_VERSION
-from dtp.holonomy import TURNAROUND_CYCLES, FieldParams
+from dtp.holonomy import TURNAROUND_CYCLES, FieldParams, LoopParams
 from dtp.job import DESCRIPTOR_VERSION
 from dtp.kernel import KernelParams
 from dtp.matrix import MatrixParams
@@ -32,14 +32,15 @@ from rtl.gated import GatedTop
 from rtl.holonomy import HolonomyField
 from rtl.lib.multiplier import Target
 from rtl.lib.streams import BlockQueue
+from rtl.loops import LoopUnit
 from rtl.operands import WriteLayout
 from rtl.pruner import Pruner
 from rtl.transport import Transport
 
-__all__ = ["UNITS", "Unit", "UnitEntry", "UnitTop", "field_params", "packed_fields", "pruner_params"]
+__all__ = ["UNITS", "Unit", "UnitEntry", "UnitTop", "field_params", "loop_params", "packed_fields", "pruner_params"]
 
-PRUNER_HEADS = 16
-"""Heads in the table of a pruner that is generated alone."""
+TABLE_HEADS = 16
+"""Heads in the table of a pruner, or of loop accounts, that are generated alone."""
 
 _AXI_LITE = {
     "aw": ("addr", "prot"), "w": ("data", "strb"), "b": ("resp",), "ar": ("addr", "prot"), "r": ("data", "resp"),
@@ -198,10 +199,17 @@ def field_params(config: Config) -> FieldParams:
     return FieldParams.of(config, multipliers=most) if most >= config.block else two
 
 
+def loop_params(config: Config) -> LoopParams:
+    """The loop accounts that are generated: one multiplier, or half a word's lanes behind a wide engine."""
+    engine = TransportParams(config)
+    multipliers = 1 if engine.vectors == 1 else max(1, engine.tile_rows // 2)
+    return LoopParams.of(config, multipliers=multipliers, heads=TABLE_HEADS)
+
+
 def pruner_params(config: Config) -> PrunerParams:
     """The pruner that is generated alone: a score a cycle for each lane of a vector's word, at most a block's rows."""
     lanes = min(TransportParams(config).tile_rows, config.block, config.max_blocks)
-    return PrunerParams.of(config, heads=PRUNER_HEADS, lanes=lanes)
+    return PrunerParams.of(config, heads=TABLE_HEADS, lanes=lanes)
 
 
 def _attention(config: Config) -> dict[str, Any]:
@@ -225,6 +233,14 @@ def _transport(config: Config) -> dict[str, Any]:
 def _holonomy(config: Config) -> dict[str, Any]:
     p = field_params(config)
     return _about(asdict(p), _named(p, "word_steps weight_steps product_cycles result_cycles"))
+
+
+def _loops(config: Config) -> dict[str, Any]:
+    p, engine = loop_params(config), _transport(config)
+    return _about(
+        engine["parameters"] | asdict(p) | {"entries": p.entries},
+        engine["latencies"] | _named(p, "word_cycles energy_cycles ratio_cycles update_cycles"),
+    )
 
 
 def _commutator(config: Config) -> dict[str, Any]:
@@ -269,6 +285,7 @@ UNITS: Mapping[Unit, UnitEntry] = {
     Unit.ATTENTION: UnitEntry(lambda c, target: AttentionTile(c, target=target), _attention),
     Unit.TRANSPORT: UnitEntry(lambda c, target: Transport(c, target=target), _transport),
     Unit.HOLONOMY: UnitEntry(lambda c, target: HolonomyField(field_params(c), target=target), _holonomy),
+    Unit.LOOPS: UnitEntry(lambda c, target: LoopUnit(c, loop_params(c), target=target), _loops),
     Unit.COMMUTATOR: UnitEntry(lambda c, target: CommutatorUnit(c, target=target), _commutator),
     Unit.PRUNER: UnitEntry(lambda c, target: Pruner(pruner_params(c), target=target), _pruner),
     Unit.GATED: UnitEntry(lambda c, target: GatedTop(c, target=target), _gated, _register_files),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,16 @@ from dtp.matrix import bias_words, padded, weight_entries, words
 from dtp.solve import MiddleMode
 from dtp.transport import TransportParams
 from dtp.units import Unit
-from rtl.units import field_params, pruner_params
+from rtl.units import field_params, loop_params, pruner_params
 from sim.bench.channels import ChannelJob, ChannelResult, Sink, Source, pack_fields, run_channels
 from sim.cycles.commutator import stored_timing
 from sim.cycles.holonomy import field_timing
+from sim.cycles.loops import unit_timing
 from sim.cycles.pruner import head_timing
 from sim.cycles.transport import stream_cycles
 from tests.rtl import test_commutator as kernels
 from tests.rtl import test_holonomy as fields
+from tests.rtl import test_holonomy_engine as programs
 from tests.rtl import test_pruner as pruning
 from tests.rtl import test_transport as transports
 from tests.tile import design_of, lint, verilog_of
@@ -43,6 +45,7 @@ class Case:
     inputs, outputs: by channel
     plain: plain outputs at the end
     cycles: from a run without stalls, the cycles that the cycle model gives for some of the channels
+    given: plain inputs that are not 0
     """
 
     unit: Unit
@@ -51,6 +54,7 @@ class Case:
     outputs: dict[str, list[int]]
     plain: dict[str, int]
     cycles: Callable[[ChannelResult], dict[str, Sequence[int]]]
+    given: dict[str, int] = field(default_factory=dict)
 
     def run(self, *, stall: float = 0.0, seed: int = 0) -> ChannelResult:
         """The generated Verilog; that no stream's rule is broken is checked."""
@@ -60,6 +64,7 @@ class Case:
             timeout_cycles=int(60_000 / (1 - stall) ** 2),
             drain_cycles=200,
             seed=seed,
+            plain=self.given,
         )
         return run_channels(verilog_of(self.config, self.unit), job)
 
@@ -184,6 +189,46 @@ def holonomy(config: Config) -> Case:
         {"m_axis": [score({"score": s, "last": row, "end": end}) for s, row, end in expected]},
         {"error": 0, "saturated": int(any(s == 65535 for s, _, _ in expected))},
         cycles,
+    )
+
+
+# ---- loops -------------------------------------------------------------------------------------------------
+
+
+def loops(config: Config) -> Case:
+    """Loops of type B and of type C, two programs behind each other, on random Cayley transports."""
+    drawn = programs.drawn_programs(config, heads=loop_params(config).heads)
+    params, unit = loop_params(config), Unit.LOOPS
+    table = [programs.run(config, params, program, drawn) for program in drawn.programs]
+    header, step, start, factor, report = (
+        packed((config, unit), f"{name}_tdata")
+        for name in ("s_axis_header", "s_axis_step", "s_axis_start", "s_axis_factors", "m_axis")
+    )
+    words = [word for one in table for word in one.starts]
+    vectors, ends_of_vectors = [start({"": word["data"]}) for word in words], [word["last"] for word in words]
+    walks = [walk for one in table for walk in one.walks]
+    ends = [header["last"] for one in table for header in one.headers]
+
+    def cycles(result: ChannelResult) -> dict[str, Sequence[int]]:
+        timing = unit_timing(config, params, [[job for job, _ in walk] for walk in walks], [bool(e) for e in ends])
+        return {
+            "s_axis_step": timing.steps.tolist(), "s_axis_header": timing.headers.tolist(),
+            "m_axis": timing.reports.tolist(),
+        }  # fmt: skip
+
+    return Case(
+        unit,
+        config,
+        {
+            "s_axis_header": at_once(header(values) for one in table for values in one.headers),
+            "s_axis_start": at_once(with_last(config, unit, "s_axis_start", vectors, ends_of_vectors)),
+            "s_axis_step": at_once(step(values) for one in table for values in one.steps),
+            "s_axis_factors": at_once(factor({"": word.reshape(-1, 4)}) for one in table for word in one.factors),
+        },
+        {"m_axis": [report(values) for one in table for values in one.reports]},
+        {"error": 0, "transport_error": 0},
+        cycles,
+        {"floor": 1},
     )
 
 
@@ -358,6 +403,7 @@ def step_values(config: Config, step: Step) -> dict[str, int]:
 CASES: dict[str, Callable[[Config], Case]] = {
     "transport": transport,
     "holonomy": holonomy,
+    "loops": loops,
     "pruner": pruner,
     "commutator, before": lambda config: commutator(config, "before"),
     "commutator, after": lambda config: commutator(config, "after"),
@@ -366,8 +412,13 @@ CASES: dict[str, Callable[[Config], Case]] = {
 
 
 def processor(name: str, preset: str) -> Config:
-    """The preset. A commutator of sixteen wide rows takes minutes to build: four are as wide in everything else."""
+    """The preset. A commutator of sixteen wide rows takes minutes to build: four are as wide in everything else.
+
+    Loops solve token by token, so that one of sixteen lanes does.
+    """
     config = Config.load(preset)
+    if preset == "wide" and name == "loops":
+        return config.changed(name="one-lane", solve_lanes=1)
     if preset == "wide" and name.startswith("commutator"):
         return config.changed(name="four-wide-rows", rows=4, normaliser_lanes=8, output_bytes=32)
     return config

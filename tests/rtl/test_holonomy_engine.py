@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,19 @@ from dtp.holonomy import (
     FieldJob,
     FieldParams,
     LoopAccounts,
+    LoopError,
     LoopParams,
     ReportKind,
     block_scores,
     block_sums,
     relative_transports,
 )
-from dtp.loops import EdgeKind, Extent, LoopGraph, LoopType, Node, Step, run_program, sample_loops, steps
+from dtp.loops import EdgeKind, Extent, LoopGraph, LoopType, Node, Program, Step, run_program, sample_loops, steps
 from dtp.solve import MiddleMode
 from dtp.transport import (
     QuantisedFactors,
     TransportJob,
+    TransportParams,
     connection_columns,
     factor_words,
     quantise_solve,
@@ -36,8 +38,7 @@ from dtp.transport import (
     transport,
 )
 from rtl.holonomy import HolonomyField
-from rtl.loops import HolonomyLoops, LoopSequencer
-from rtl.solve import JobLayout
+from rtl.loops import LoopUnit
 from rtl.transport import TransportCore
 
 _TINY = Config.load("tiny")
@@ -142,12 +143,38 @@ def test_field_behind_the_engine(name: str) -> None:
     assert got == wanted
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_programs_on_the_engine(name: str) -> None:
-    """Type B and C loops over two layers, edge by edge, to the last bin of the histogram."""
-    config, random = CONFIGS[name], np.random.default_rng(2)
-    extent = Extent(tokens=20, layers=2, heads=2, probes=2, block=config.block)
-    width = 8
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Programs over one set of transports: start vectors, factors, and the place of each step's factors."""
+
+    programs: tuple[Program, ...]
+    probes: Int
+    factors: QuantisedFactors
+    where: dict[tuple[EdgeKind, Node, int], int]
+
+    def chosen(self, config: Config, step: Step) -> tuple[TransportJob, Int]:
+        """Job and factors of a step."""
+        job = self.factors.job(config, MiddleMode.CAYLEY, transposed=step.inverse)
+        return replace(job, tokens=1), self.factors.v[self.where[step.kind, step.node, step.head]][None]
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """A program on the ports: headers, start words, steps, factor words, the steps by loop; and its reports."""
+
+    headers: list[dict[str, Any]]
+    starts: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+    factors: list[Int]
+    walks: list[list[tuple[TransportJob, Int]]]
+    reports: list[dict[str, Any]]
+
+
+def drawn_programs(config: Config, *, heads: int, seed: int = 2) -> Drawn:
+    """Type B and C loops over two layers."""
+    random = np.random.default_rng(seed)
+    extent = Extent(tokens=20, layers=2, heads=heads, probes=2, block=config.block)
+    width = 2 * TransportParams(config).tile_rows
     probes, _ = quantise_state(random.standard_normal((extent.probes, width)))
     where: dict[tuple[EdgeKind, Node, int], int] = {}
     drawn = [sample_loops(LoopGraph(extent), kind, 2, seed=5).program for kind in (LoopType.B, LoopType.C)]
@@ -156,76 +183,87 @@ def test_programs_on_the_engine(name: str) -> None:
             for edge in loop:
                 for step in steps(edge):
                     where.setdefault((step.kind, step.node, step.head), len(where))
-    factors = _factors(config, random, len(where), width)
+    return Drawn(tuple(drawn), probes, _factors(config, random, len(where), width), where)
 
-    def chosen(step: Step) -> tuple[TransportJob, Int]:
-        job = replace(factors.job(config, MiddleMode.CAYLEY, transposed=step.inverse), tokens=1)
-        return job, factors.v[where[step.kind, step.node, step.head]][None]
+
+def run(config: Config, params: LoopParams, program: Program, drawn: Drawn) -> Sent:
+    """What goes into the unit, and what the golden models give."""
 
     def golden(step: Step, state: Int) -> tuple[Int, bool]:
-        job, v = chosen(step)
+        job, v = drawn.chosen(config, step)
         result = transport(config, job, v, state[None, None])
         return result.outputs[0, 0], bool(result.saturations)
 
-    params = LoopParams.of(config.changed(transport_width=16), multipliers=1, heads=extent.heads)
-    m = Module()
-    m.submodules.engine = engine = TransportCore(config)
-    layout = JobLayout(engine.params)
-    m.submodules.sequencer = sequencer = LoopSequencer(params, layout, vectors=config.transport_vectors)
-    m.submodules.accounts = accounts = HolonomyLoops(params)
-    m.d.comb += [accounts.floor.eq(1), sequencer.engine_saturations.eq(engine.saturations)]
-    m.d.comb += sequencer.engine_idle.eq(engine.idle)
-    for source, sink in (
-        (sequencer.engine_job, engine.job),
-        (sequencer.engine_state, engine.state),
-        (engine.o, sequencer.engine_o),
-        (sequencer.o, accounts.i),
-    ):
-        m.d.comb += [
-            sink.valid.eq(source.valid),
-            sink.payload.as_value().eq(source.payload.as_value()),
-            source.ready.eq(sink.ready),
-        ]
-    wanted: list[tuple[int, ...]] = []
-    headers, starts, steps_in, words_in = [], [], [], []
-    for program in drawn:
-        table = run_program(program, probes, golden, LoopAccounts(params, floor=1))
-        for record, header, loop in zip(table.records, program.headers, program.loops, strict=True):
-            wanted.append((ReportKind.LOOP, record.tag, record.start, record.end, record.difference, record.ratio))
-            headers.append(
-                {"tag": header.tag, "used": len(header.heads), "heads": (*header.heads, 0, 0)[:2],
-                 "block": header.block[0] * params.blocks + header.block[1],
-                 "last": int(header.tag == len(program.loops) - 1)}
-            )  # fmt: skip
-            vector = probes[loop[0].probe].reshape(-1, params.lanes).tolist()
-            starts += [{"data": word, "last": int(n == len(vector) - 1)} for n, word in enumerate(vector)]
-            walk = [step for edge in loop for step in steps(edge)]
-            for n, step in enumerate(walk):
-                job, v = chosen(step)
-                steps_in.append(
-                    {"job": _job(job), "transposed": int(step.inverse), "first": int(n == 0),
-                     "last": int(n == len(walk) - 1)}
-                )  # fmt: skip
-                words_in += list(factor_words(config, job, v)[0])
-        for kind, entries in ((ReportKind.HEAD, table.heads), (ReportKind.BLOCK, table.blocks)):
-            rows = zip(entries.sums, entries.maxima, entries.counts, strict=True)
-            wanted += [(kind, n, *(int(v) for v in row), 0) for n, row in enumerate(rows)]
-        wanted += [(ReportKind.BIN, n, 0, 0, int(table.bins[n]), 0) for n in range(BINS)]
-    got: list[tuple[int, ...]] = []
+    table = run_program(program, drawn.probes, golden, LoopAccounts(params, floor=1))
+    sent = Sent([], [], [], [], [], [])
+    for record, header, loop in zip(table.records, program.headers, program.loops, strict=True):
+        sent.reports.append({
+            "kind": int(ReportKind.LOOP), "index": record.tag, "numbers": (record.start, record.end, record.difference),
+            "ratio": record.ratio, "saturated": int(record.saturated), "last": 0,
+        })  # fmt: skip
+        sent.headers.append({
+            "tag": header.tag, "used": len(header.heads), "heads": (*header.heads, 0, 0)[:2],
+            "block": header.block[0] * params.blocks + header.block[1],
+            "last": int(header.tag == len(program.loops) - 1),
+        })  # fmt: skip
+        vector = drawn.probes[loop[0].probe].reshape(-1, params.lanes).tolist()
+        sent.starts.extend({"data": word, "last": int(n == len(vector) - 1)} for n, word in enumerate(vector))
+        walk = [step for edge in loop for step in steps(edge)]
+        sent.walks.append([drawn.chosen(config, step) for step in walk])
+        for n, (step, (job, v)) in enumerate(zip(walk, sent.walks[-1], strict=True)):
+            sent.steps.append(
+                {f"job.{name}": value for name, value in _job(job).items()}
+                | {"transposed": int(step.inverse), "first": int(n == 0), "last": int(n == len(walk) - 1)}
+            )
+            sent.factors.extend(factor_words(config, job, v)[0])
+    rows = [
+        (kind, n, tuple(int(v) for v in row))
+        for kind, entries in ((ReportKind.HEAD, table.heads), (ReportKind.BLOCK, table.blocks))
+        for n, row in enumerate(zip(entries.sums, entries.maxima, entries.counts, strict=True))
+    ]
+    rows += [(ReportKind.BIN, n, (0, 0, int(table.bins[n]))) for n in range(BINS)]
+    sent.reports.extend(
+        {"kind": int(kind), "index": n, "numbers": numbers, "ratio": 0, "saturated": 0, "last": int(end == len(rows))}
+        for end, (kind, n, numbers) in enumerate(rows, 1)
+    )
+    return sent
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_programs_on_the_engine(name: str) -> None:
+    """Loops of two programs edge by edge, to the last bin of the histogram."""
+    config, random = CONFIGS[name], np.random.default_rng(2)
+    params = LoopParams.of(config.changed(transport_width=16), multipliers=1, heads=2)
+    dut = LoopUnit(config, params)
+    drawn = drawn_programs(config, heads=2)
+    sent = [run(config, params, program, drawn) for program in drawn.programs]
+    wanted = [report for one in sent for report in one.reports]
+    steps_in = [
+        {"job": {key[4:]: value for key, value in step.items() if key.startswith("job.")}}
+        | {key: step[key] for key in ("transposed", "first", "last")}
+        for one in sent
+        for step in one.steps
+    ]
+    got: list[dict[str, Any]] = []
 
     async def sink_reports(ctx: Any) -> None:
-        ctx.set(accounts.o.ready, 1)
+        ctx.set(dut.floor, 1)
+        ctx.set(dut.o.ready, 1)
         for _ in range(12_000):
-            *_, valid, o = await ctx.tick().sample(accounts.o.valid, accounts.o.payload)
+            *_, valid, o = await ctx.tick().sample(dut.o.valid, dut.o.payload)
             if valid:
-                got.append((int(o.kind), o.index, *list(o.numbers), o.ratio))
+                numbers = {name: int(getattr(o, name)) for name in ("kind", "index", "ratio", "saturated", "last")}
+                got.append(numbers | {"numbers": tuple(o.numbers)})
             if len(got) == len(wanted):
                 break
+        assert ctx.get(dut.error) == LoopError.NONE and ctx.get(dut.transport_error) == 0
 
-    simulator = Simulator(m)
+    simulator = Simulator(dut)
     simulator.add_clock(1e-8)
     for port, payloads in (
-        (sequencer.step, steps_in), (sequencer.start, starts), (accounts.header, headers), (engine.factors, words_in),
+        (dut.step, steps_in), (dut.start, [word for one in sent for word in one.starts]),
+        (dut.header, [header for one in sent for header in one.headers]),
+        (dut.factors, [word for one in sent for word in one.factors]),
     ):  # fmt: skip
         simulator.add_testbench(_feed(port, payloads, random), background=True)
     simulator.add_testbench(sink_reports)
