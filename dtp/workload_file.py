@@ -116,13 +116,20 @@ def _flag(key: str, text: str) -> bool:
 
 def _number(key: str, text: str) -> float:
     try:
-        return float(text)
+        return float(_plain(text))
     except ValueError:
         raise _must(key, "a number", text) from None
 
 
 def _integer(key: str, text: str) -> int:
     try:
-        return int(text)
+        return int(_plain(text))
     except ValueError:
         raise _must(key, "an integer", text) from None
+
+
+def _plain(text: str) -> str:
+    """A number's text, if it has no ``_``, which Python alone takes for a part of a number."""
+    if "_" in text:
+        raise ValueError(text)
+    return text

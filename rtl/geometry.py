@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value, unsigned
+from amaranth.hdl import Cat, Const, Module, Mux, Shape, Signal, Value, unsigned
 from amaranth.lib import data, enum, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -24,7 +24,7 @@ from rtl.lib.streams import BlockQueue, ForwardRegister
 from rtl.pruner import CommandLayout, Pruner, ScoreBeatLayout
 from rtl.transport import TransportCore
 
-__all__ = ["Geometry", "SettingsLayout"]
+__all__ = ["Geometry", "SettingsLayout", "descriptor_fault", "descriptor_fields"]
 
 _SETTINGS = (
     "fresh", "weight", "maximum", "step", "gate", "theta_low", "theta_high", "budget", "band", "band_low", "band_high",
@@ -214,13 +214,9 @@ class Geometry(wiring.Component):
 
         # Descriptor.
         head = Signal(p.descriptor_beats * bits, reset_less=True)
-        fields: dict[str, Value] = {}
-        for one in FIELDS:
-            value = head[8 * one.offset : 8 * (one.offset + one.bytes)]
-            fields[one.name] = value.as_signed() if one.signed else value
-        fields |= {one.name: fields["flags"][one.bit] for one in FLAGS}
+        fields = descriptor_fields(head)
         fault = Signal(GeometryError)
-        m.d.sync += fault.eq(self._fault(fields))
+        m.d.sync += fault.eq(descriptor_fault(p, fields))
         fields["heads"] = fields["heads"][: MAX_HEADS.bit_length()]
         blocks_less_1 = ((fields["tokens"] - 1) >> (c.block.bit_length() - 1))[: p.pruner.index_bits]
         fields["last_block"] = last_block = Signal(p.pruner.index_bits)
@@ -398,29 +394,6 @@ class Geometry(wiring.Component):
         self._refused, self._refusal = Signal(), Signal(GeometryError)
         return [self._refused.eq(1), self._refusal.eq(code)]
 
-    def _fault(self, fields: dict[str, Value]) -> Value:
-        """Code of the first fault of a descriptor."""
-        p = self.params
-        heads, tokens, words = fields["heads"], fields["tokens"], fields["words"]
-        shifts = [fields["project_shift"][5:], fields["gram_shift"][5:]]
-        shifts += [fields[f"shift_{n}"][SHIFT_LIMIT.bit_length() :] for n in range(CASES)]
-        few = ~_above(words, p.field.min_words - 1)
-        faults: list[tuple[GeometryError, Value]] = [
-            (GeometryError.MAGIC, fields["magic"] != MAGIC),
-            (GeometryError.VERSION, fields["version"] != VERSION),
-            (GeometryError.FLAGS, fields["flags"][len(FLAGS) :].any() | ~(fields["holonomy"] | fields["table"])),
-            (GeometryError.HEADS, (heads == 0) | _above(heads, MAX_HEADS)),
-            (GeometryError.TOKENS, (tokens == 0) | _above(tokens, p.max_tokens)),
-            (GeometryError.WORDS, fields["holonomy"] & (few | _above(words, p.max_words))),
-            (GeometryError.SHIFT, Cat(*shifts).any() | (fields["unit"] < 0)),
-        ]
-        if p.transport.max_groups == 1:
-            faults.insert(3, (GeometryError.FLAGS, fields["two_groups"]))
-        code: Value = Const(GeometryError.NONE, len(self.error))
-        for value, wrong in reversed(faults):
-            code = Mux(wrong, Const(value, len(self.error)), code)
-        return code
-
     # ---- heads -----------------------------------------------------------------------------------------------
 
     def _heads(self, m: Module, fields: dict[str, Value], start: Signal, pruner: Pruner) -> None:
@@ -594,6 +567,38 @@ class Geometry(wiring.Component):
             with m.If(word_last):
                 m.d.sync += token.eq(Mux(token_last, 0, token + 1))
         return _Counter(passes, token, word, word_last, token_last)
+
+
+def descriptor_fields(head: Value) -> dict[str, Value]:
+    """Fields and flags of the descriptor of a run, by name."""
+    fields: dict[str, Value] = {}
+    for one in FIELDS:
+        value = head[8 * one.offset : 8 * (one.offset + one.bytes)]
+        fields[one.name] = value.as_signed() if one.signed else value
+    return fields | {one.name: fields["flags"][one.bit] for one in FLAGS}
+
+
+def descriptor_fault(p: GatedParams, fields: dict[str, Value]) -> Value:
+    """Code of the first fault of a descriptor, :func:`dtp.gated.descriptor_error`."""
+    heads, tokens, words = fields["heads"], fields["tokens"], fields["words"]
+    shifts = [fields["project_shift"][5:], fields["gram_shift"][5:]]
+    shifts += [fields[f"shift_{n}"][SHIFT_LIMIT.bit_length() :] for n in range(CASES)]
+    few = ~_above(words, p.field.min_words - 1)
+    faults: list[tuple[GeometryError, Value]] = [
+        (GeometryError.MAGIC, fields["magic"] != MAGIC),
+        (GeometryError.VERSION, fields["version"] != VERSION),
+        (GeometryError.FLAGS, fields["flags"][len(FLAGS) :].any() | ~(fields["holonomy"] | fields["table"])),
+        (GeometryError.HEADS, (heads == 0) | _above(heads, MAX_HEADS)),
+        (GeometryError.TOKENS, (tokens == 0) | _above(tokens, p.max_tokens)),
+        (GeometryError.WORDS, fields["holonomy"] & (few | _above(words, p.max_words))),
+        (GeometryError.SHIFT, Cat(*shifts).any() | (fields["unit"] < 0)),
+    ]
+    if p.transport.max_groups == 1:
+        faults.insert(3, (GeometryError.FLAGS, fields["two_groups"]))
+    code: Value = Const(GeometryError.NONE, Shape.cast(GeometryError).width)
+    for value, wrong in reversed(faults):
+        code = Mux(wrong, Const(value, Shape.cast(GeometryError).width), code)
+    return code
 
 
 def _above(value: Value, limit: int) -> Value:

@@ -60,6 +60,8 @@ __all__ = [
 DEFAULT_PRESET = "ecp5-85k"
 INSTALL_REFERENCE = "no PyTorch, so no accuracy figures: pip install torch==2.13.0"
 COUNTER_LIMIT = 65535
+MAX_FREQ_MHZ = 1000
+"""Highest clock that place and route may be asked for."""
 """Counters of a status record stop here."""
 
 Progress = Callable[[str, float | None], None]
@@ -328,12 +330,12 @@ def as_config(config: ConfigLike) -> Config:
     return config if isinstance(config, Config) else Config.load(config)
 
 
-def as_unit(unit: Unit | str) -> Unit:
-    """The unit itself, or the one of that name."""
+def as_unit(unit: Unit | str, verb: str) -> Unit:
+    """The unit itself, or the one of that name; ``verb`` is named in the refusal."""
     try:
         return Unit(unit)
     except ValueError:
-        raise must("generate", "unit", f"one of {', '.join(known.value for known in Unit)}", unit) from None
+        raise must(verb, "unit", f"one of {', '.join(known.value for known in Unit)}", unit) from None
 
 
 def as_workload(workload: WorkloadLike) -> Workload:
@@ -378,7 +380,7 @@ def generate(
         A refused configuration or unit, or a folder that cannot be written.
     """
     start = time.monotonic()
-    unit = as_unit(unit)
+    unit = as_unit(unit, "generate")
     config = as_config(config)
     place = Path(os.path.abspath(folder))
     _check_folder(place, folder)
@@ -912,8 +914,8 @@ def fpga(
     config = as_config(config)
     if seeds < 1:
         raise must("fpga", "seeds", "an integer of at least 1", seeds)
-    if not 0 < freq_mhz < math.inf:
-        raise must("fpga", "freq", "a finite number of MHz above 0", freq_mhz)
+    if not 0 < freq_mhz <= MAX_FREQ_MHZ:
+        raise must("fpga", "freq", f"a number of MHz above 0, at most {MAX_FREQ_MHZ}", freq_mhz)
     if pack_only and save:
         raise must("fpga", "save", "absent with pack_only: a kept report has a clock", save)
     from rtl.emit import top_of
@@ -923,7 +925,7 @@ def fpga(
     if speed not in SPEED_GRADES:
         raise must("fpga", "speed", "6, 7 or 8", speed)
 
-    chosen = as_unit(unit)
+    chosen = as_unit(unit, "fpga")
     top = top_of(config, chosen, target=Target.ECP5)
     common: dict[str, Any] = {
         "name": report_name(config.name, speed, chosen.value),

@@ -444,6 +444,8 @@ def test_bad_fpga_options(run: Run) -> None:
     refused(run("fpga", "tiny", "--seeds", "0"), "seeds", "0")
     refused(run("fpga", "tiny", "--freq", "nan"), "freq", "nan")
     refused(run("fpga", "tiny", "--freq", "-5"), "freq", "-5")
+    refused(run("fpga", "tiny", "--freq", "1001"), "freq", "at most 1000", "1001")
+    refused(run("fpga", "tiny", "--unit", "tile"), "fpga.unit", "tile")
 
 
 def test_fpga_report_is_shown_and_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
