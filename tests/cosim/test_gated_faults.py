@@ -317,11 +317,15 @@ def test_runs_of_short_heads_follow_each_other() -> None:
 
 @pytest.mark.parametrize("seed", [40, 50])
 def test_small_runs_of_every_kind_follow_each_other(seed: int) -> None:
-    """Runs of one block and of one token, of one head and of several, behind each other: places start anew."""
+    """Runs of one block and of one token, of one head and of several, behind each other: places start anew.
+
+    Of many short heads the input is several passes ahead of the engine.
+    """
     table, field, both = Source.TABLE, Source.HOLONOMY, Source.BOTH
     kinds = [
         (table, 2, 8), (table, 2, 8), (table, 1, 3), (table, 3, 8), (field, 2, 1), (table, 1, 8), (field, 1, 1),
-        (both, 3, 1), (field, 3, 9), (field, 2, 8), (table, 2, 1), (both, 2, 5), (field, 1, 10),
+        (both, 3, 1), (field, 3, 9), (field, 2, 8), (table, 2, 1), (both, 2, 5), (field, 1, 10), (field, 8, 9),
+        (both, 7, 10),
     ]  # fmt: skip
     order = np.random.default_rng(seed).permutation(len(kinds))
     runs = []
