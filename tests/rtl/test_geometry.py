@@ -31,7 +31,8 @@ def _near_the_limits(config: Config) -> list[bytes]:
         "heads": (0, 1, MAX_HEADS, MAX_HEADS + 1, 32, 0x100, 0x8001),
         "tokens": (0, 1, p.max_tokens, p.max_tokens + 1, 2 * p.max_tokens, 0x8000),
         "words": (0, p.field.min_words - 1, p.field.min_words, p.max_words, p.max_words + 1, 0x100, 0x8000),
-        "project_shift": (0, 31, 32, 0x80), "gram_shift": (0, 31, 32, 0x80), "unit": (0, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF),
+        "project_shift": (0, 31, 32, 0x80), "gram_shift": (0, 31, 32, 0x80),
+        "unit": (0, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF),
         "shift_0": (15, 16), "shift_1": (15, 16, 0x80), "shift_2": (15, 16),
     }  # fmt: skip
     places = {field.name: field for field in FIELDS}
