@@ -9,7 +9,6 @@ at least unit². docs/transport.md, section 3, is the arithmetic; the golden mod
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -433,9 +432,24 @@ def _scale_operations(size: int, *, symplectic: bool) -> list[Operation]:
 
 
 def _schedule(operations: list[Operation]) -> tuple[Operation, ...]:
-    """One operation a slot, the longest chain behind it first; a result is read :data:`RESULT_SLOTS` later."""
+    """One operation a turn; a result is read :data:`RESULT_SLOTS` later. Planned from the front and from the back."""
+    needs = _needs(operations)
+    behind: dict[int, set[int]] = {n: set() for n in range(len(operations))}
+    for n, before in needs.items():
+        for one in before:
+            behind[one].add(n)
+    front = _turns(needs)
+    # From the back, those that read an operation's result come before it.
+    last = len(operations) - 1
+    back = _turns({last - n: {last - one for one in after} for n, after in behind.items()})[::-1]
+    turns = min(front, [None if n is None else last - n for n in back], key=len)
+    return tuple(Operation() if n is None else operations[n] for n in turns)
+
+
+def _needs(operations: list[Operation]) -> dict[int, set[int]]:
+    """By operation, those that must come before it."""
     makers: dict[int, int] = {}
-    needs: dict[int, set[int]] = defaultdict(set)
+    needs: dict[int, set[int]] = {n: set() for n in range(len(operations))}
     determinant = -1
     inverses: list[int] = []
     for n, op in enumerate(operations):
@@ -452,25 +466,28 @@ def _schedule(operations: list[Operation]) -> tuple[Operation, ...]:
             inverses.append(n)
         if op.d:
             makers[op.d] = n
-    chain = [1] * len(operations)
-    for n in reversed(range(len(operations))):
+    return needs
+
+
+def _turns(needs: dict[int, set[int]]) -> list[int | None]:
+    """What is done in each turn: of what can be, that with the longest chain behind it, the lowest number of these."""
+    chain = dict.fromkeys(needs, 1)
+    for n in sorted(needs, reverse=True):
         for before in needs[n]:
             chain[before] = max(chain[before], chain[n] + RESULT_SLOTS)
-    slots: list[Operation] = []
+    turns: list[int | None] = []
     issued: dict[int, int] = {}
-    while len(issued) < len(operations):
+    while len(issued) < len(needs):
         ready = [
             n
-            for n in range(len(operations))
-            if n not in issued and all(b in issued and issued[b] + RESULT_SLOTS <= len(slots) for b in needs[n])
+            for n in needs
+            if n not in issued and all(b in issued and issued[b] + RESULT_SLOTS <= len(turns) for b in needs[n])
         ]
-        if ready:
-            best = max(ready, key=lambda n: (chain[n], -n))
-            issued[best] = len(slots)
-            slots.append(operations[best])
-        else:
-            slots.append(Operation())
-    return tuple(slots)
+        best = max(ready, key=lambda n: (chain[n], -n), default=None)
+        if best is not None:
+            issued[best] = len(turns)
+        turns.append(best)
+    return turns
 
 
 @cache

@@ -23,6 +23,13 @@ from tools.gated import payloads, register_writes, stream_view
 from tools.verbs import compare_outputs
 from tools.workloads import random_workload
 
+TINY = Config.load("tiny")
+CONFIGS = {
+    "tiny": TINY,
+    "ecp5-85k": Config.load("ecp5-85k"),
+    "pairs": TINY.changed(name="pairs", transport_vectors=2, transport_lanes=32, solve_lanes=2),
+}
+"""Engines that make the slots of a word one by one, and one that makes both at once."""
 START = 64
 """First cycle in which a beat is offered: settings are written before it."""
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from dtp.attention import golden
-from dtp.config import Config
 from dtp.gated import (
     GatedParams,
     GeometryError,
@@ -23,7 +22,9 @@ from dtp.registers import Response, gated_registers
 from dtp.solve import TransportError
 from sim.cycles.gated import predict_gated
 from tests.gated import (
+    CONFIGS,
     START,
+    TINY,
     Access,
     Gated,
     drive,
@@ -36,7 +37,6 @@ from tests.gated import (
 from tools.gated import stream_view
 from tools.verbs import compare_outputs
 
-TINY = Config.load("tiny")
 OPEN = PrunerSettings.open(Source.TABLE)
 POLICY = OPEN.changed(theta_low=30000, theta_high=30000)
 LATE = 20_000
@@ -315,8 +315,8 @@ def test_runs_of_short_heads_follow_each_other() -> None:
     assert cycles.tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize("seed", [40, 50])
-def test_small_runs_of_every_kind_follow_each_other(seed: int) -> None:
+@pytest.mark.parametrize(("name", "seed"), [("tiny", 40), ("tiny", 50), ("pairs", 60)])
+def test_small_runs_of_every_kind_follow_each_other(name: str, seed: int) -> None:
     """Runs of one block and of one token, of one head and of several, behind each other: places start anew.
 
     Of many short heads the input is several passes ahead of the engine.
@@ -325,26 +325,27 @@ def test_small_runs_of_every_kind_follow_each_other(seed: int) -> None:
     kinds = [
         (table, 2, 8), (table, 2, 8), (table, 1, 3), (table, 3, 8), (field, 2, 1), (table, 1, 8), (field, 1, 1),
         (both, 3, 1), (field, 3, 9), (field, 2, 8), (table, 2, 1), (both, 2, 5), (field, 1, 10), (field, 8, 9),
-        (both, 7, 10),
+        (both, 7, 10), (field, 16, 5),
     ]  # fmt: skip
+    config = CONFIGS[name]
     order = np.random.default_rng(seed).permutation(len(kinds))
     runs = []
     for place in order:
         source, heads, tokens = kinds[place]
         settings = PrunerSettings.open(source).changed(theta_low=6000, theta_high=6000)
         rank = 2 if source & Source.HOLONOMY else 0
-        made = workload(TINY, seed + int(place), tokens=tokens, heads=heads, transport_rank=rank)
-        runs.append(Gated.of(TINY, made, settings))
+        made = workload(config, seed + int(place), tokens=tokens, heads=heads, transport_rank=rank)
+        runs.append(Gated.of(config, made, settings))
     heads = [head for gated in runs for head in gated.heads]
     result = drive(
-        TINY,
-        runs=[(gated.geometry.beats(TINY), START) for gated in runs],
+        config,
+        runs=[(gated.geometry.beats(config), START) for gated in runs],
         jobs=[(head, START) for gated in runs for head in gated.plain],
-        accesses=settings_of(TINY, runs[0].settings),
+        accesses=settings_of(config, PrunerSettings.open(both).changed(theta_low=6000, theta_high=6000)),
     )
-    assert outputs_differ(TINY, heads, [golden for gated in runs for golden in gated.golden], result) == []
-    view = stream_view(TINY, result)
-    wanted = predict_gated(TINY, heads, [(gated.geometry.run, gated.settings) for gated in runs]).beat_cycles
+    assert outputs_differ(config, heads, [golden for gated in runs for golden in gated.golden], result) == []
+    view = stream_view(config, result)
+    wanted = predict_gated(config, heads, [(gated.geometry.run, gated.settings) for gated in runs]).beat_cycles
     assert (view.cycles - view.first_input_cycle).tolist() == wanted.tolist()
 
 
@@ -370,7 +371,7 @@ def test_each_head_has_its_own_scores_of_the_run_before() -> None:
 
 
 def test_saturations_are_those_of_states_that_count() -> None:
-    """Probes with every lane at a limit; what the engine works on in the first and last pass for nothing is 0."""
+    """Probes with every lane at a limit: they add up over all passes; slots that a pass has not have none."""
     geometry = quantise_geometry(TINY, workload(TINY, 26, tokens=9, heads=3), Source.HOLONOMY)
     assert geometry.probes is not None
     geometry = replace(geometry, probes=np.where(geometry.probes < 0, -(1 << 15), (1 << 15) - 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -41,9 +43,12 @@ SLOTS = ((0, 1), (0,), (1,))
 
 def run_program(
     mode: MiddleMode, groups: int, gram: Int, h: Int, *, slots: tuple[int, ...] = (0, 1), unit: int, gram_shift: int,
-    weights: tuple[int, ...],
+    weights: tuple[int, ...], tokens: int = 1,
 ) -> tuple[Int, bool, bool]:  # fmt: skip
-    """One token through the list of operations, turn by turn: m (2, columns), pivot and range error."""
+    """Tokens through the list of operations, turn by turn: m (2, columns) of the last, pivot and range error of any.
+
+    Of several ``tokens``, ``gram`` and ``h`` have an axis for them, the first of ``gram``, the second of ``h``.
+    """
     registers = np.full(REGISTERS, 1 << 40, dtype=np.int64)
     registers[:CONSTANTS] = 0
     registers[UNIT_DIAGONAL] = unit if mode is MiddleMode.WOODBURY else 0
@@ -51,12 +56,14 @@ def run_program(
     registers[MINUS_UNIT_PAIR] = -registers[UNIT_PAIR]
     registers[WEIGHTS : WEIGHTS + 4] = weights
     columns = 4 * groups
-    entries = {gram_index(i, j): int(gram[i, j]) for i in range(columns) for j in range(i, columns)}
+    entries = {gram_index(i, j): (i, j) for i in range(columns) for j in range(i, columns)}
+    grams, hs = (gram, h) if tokens > 1 else (gram[None], h[:, None])
+    operations = program(mode, groups, slots)
     r = e = 0
     pivot = saturated = False
     written: list[tuple[int, int, int]] = []
     latched = 0
-    for slot, op in enumerate(program(mode, groups, slots)):
+    for slot, (token, op) in enumerate(product(range(tokens), operations)):
         for due, register, value in list(written):
             if due <= slot:
                 registers[register] = value
@@ -74,9 +81,9 @@ def run_program(
                 latched = slot + RESULT_SLOTS
                 continue
             case OperationKind.LOAD_GRAM:
-                q = int(round_shift(entries[op.a0] << GUARD, gram_shift))
+                q = int(round_shift(int(grams[token][entries[op.a0]]) << GUARD, gram_shift))
             case OperationKind.LOAD_PROJECTION:
-                q = int(h[op.a0 // 8, op.a0 % 8])
+                q = int(hs[op.a0 // 8, token, op.a0 % 8])
             case OperationKind.MULTIPLY:
                 q = int(round_shift(q, 15))
             case OperationKind.INVERSE:
@@ -181,19 +188,28 @@ def test_schedule(mode: MiddleMode, groups: int, slots: tuple[int, ...]) -> None
     own = mode.solves and groups == 1
     assert any(OUTPUTS + 8 * slot in written for slot in (0, 1) if slot not in slots) == (not own and len(slots) == 1)
     if own and len(slots) == 1:
-        assert len(operations) == (47, 46)[slots[0]] and sum(op != Operation() for op in operations) == 42
+        assert len(operations) == (47, 45)[slots[0]] and sum(op != Operation() for op in operations) == 42
     else:
         assert len(operations) == {(True, 1): 54, (True, 2): 220, (False, 1): 16, (False, 2): 32}[mode.solves, groups]
 
 
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_program_behind_another(groups: int, slots: tuple[int, ...]) -> None:
-    """The next token's program follows without a gap: its determinant comes behind the last inverse."""
-    for operations in (program(mode, groups, slots) for mode in MiddleMode if mode.solves):
-        kinds = [op.kind for op in operations]
-        last = len(kinds) - 1 - kinds[::-1].index(OperationKind.INVERSE)
-        assert len(kinds) - last + kinds.index(OperationKind.DETERMINANT) >= RESULT_SLOTS
+@pytest.mark.parametrize("mode", list(MiddleMode))
+def test_a_program_behind_another(mode: MiddleMode, groups: int, slots: tuple[int, ...]) -> None:
+    """The next token's program follows without a gap, on the registers and the determinant of the one before."""
+    gram, h, unit, shift = _case(7, mode, 4 * groups, 3, 1.0)
+    weights = (30000, -7000, 131071, 9)
+    h[[slot for slot in (0, 1) if slot not in slots]] = 0
+    alone = [
+        run_program(mode, groups, gram[n], h[:, n], slots=slots, unit=unit, gram_shift=shift, weights=weights)[0]
+        for n in range(3)
+    ]
+    behind = run_program(
+        mode, groups, gram, h, slots=slots, unit=unit, gram_shift=shift, weights=weights, tokens=3
+    )[0]  # fmt: skip
+    for slot in slots:
+        assert behind[slot].tolist() == alone[2][slot].tolist()
 
 
 @pytest.mark.parametrize(

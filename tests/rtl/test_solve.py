@@ -39,7 +39,11 @@ def _gram_sums(config: Config, v: Int, phase: int) -> list[int]:
 class _Tokens:
     """Random tokens of a job and what comes out of them."""
 
-    def __init__(self, config: Config, mode: MiddleMode, groups: int, slots: tuple[int, ...], seed: int, count: int):
+    def __init__(
+        self, config: Config, mode: MiddleMode, groups: int, slots: tuple[int, ...], seed: int, count: int, *,
+        kind: str = "",
+    ) -> None:  # fmt: skip
+        """``kind``: "far" for projections that take the last of the shifter's coarse places, "flat" for no pivot."""
         random = np.random.default_rng(seed)
         p = TransportParams(config)
         self.mode, self.groups, self.slots = mode, groups, slots
@@ -48,13 +52,18 @@ class _Tokens:
         v = random.normal(size=(count, 16, size)) * spread
         self.v = np.rint(v * (1 if config.factor_bits == 8 else 200)).astype(np.int64)
         self.gram_shift = 6 if config.factor_bits == 8 else 15
-        # Every second job takes the last of the shifter's coarse places.
-        self.project_shift = int(random.integers(5, 9)) + 19 * (seed % 2)
-        # Without a unit, columns that depend on each other leave a pivot of a few roundings, of either sign.
-        self.v[::3, :, 2:4] = self.v[::3, :, :2]
-        self.unit = int(random.choice([30000, 9000, 90])) if seed else 0
+        self.project_shift = int(random.integers(5, 9)) + 19 * (kind == "far")
+        self.unit = int(random.choice([30000, 9000, 90]))
+        if kind == "flat":
+            # Two columns that depend on each other, whose Gram entries are rounded to 1, 3, 3, 6: a determinant of −3,
+            # and nothing else that is below the floor.
+            self.v[:] = 0
+            self.v[:, 0, :2] = 9, 20
+            self.v[:, 1, 2] = self.v[:, 2, 3] = 100
+            self.gram_shift, self.unit = 6 + p.gram_guard, 0
         self.weights = tuple(int(w) for w in random.integers(-131072, 131072, 4))
-        self.h = random.integers(-(1 << 23), 1 << 23, (2, count, size)) >> random.integers(0, 9, (2, count, 1))
+        limit = 1 << (p.sum_bits - 1 if kind == "far" else 23)
+        self.h = random.integers(-limit, limit, (2, count, size)) >> random.integers(0, 9, (2, count, 1))
         self.h[0, 0, 0] = (1 << (p.sum_bits - 1)) - 1
         h = round_shift(self.h, self.project_shift)
         h[[slot for slot in (0, 1) if slot not in slots]] = 0
@@ -70,6 +79,8 @@ class _Tokens:
         self.range |= result.range
         self.pivot = result.pivot
         self.m = np.stack([result.plain, result.transposed])
+        if kind == "":
+            assert all(np.count_nonzero(self.m[slot].any(axis=1)) * 2 >= count for slot in slots)
 
 
 def _simulate(config: Config, jobs: list[_Tokens]) -> None:
@@ -147,8 +158,8 @@ def _simulate(config: Config, jobs: list[_Tokens]) -> None:
                     due = turn + THREADS * length + p.operation_cycles
                     ready[read] = turn + THREADS * length
                     assert cycle >= due
-                    if read == 0 or len(jobs) == 1:
-                        exact.append(cycle == due)
+                    if read == 0:
+                        assert cycle == due  # later tokens: tests/rtl/test_transport.py
                     # What was offered in this cycle is taken first.
                     await tick()
                     ctx.set(dut.project_valid, 0)
@@ -175,25 +186,24 @@ def _simulate(config: Config, jobs: list[_Tokens]) -> None:
             assert ctx.get(dut.done) == 0
             assert (errors["pivot"] > 0) == tokens.pivot.any() and (errors["range"] > 0) == tokens.range.any()
 
-    exact: list[bool] = []
     simulator = Simulator(dut)
     simulator.add_clock(1e-8)
     simulator.add_testbench(bench)
     simulator.run()
-    assert exact and exact[0]
 
 
 @pytest.mark.parametrize("mode", list(MiddleMode))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens(name: str, mode: MiddleMode) -> None:
     config = CONFIGS[name]
-    groups = (1, 1, 2)[: 1 + config.transport_columns // 4]
     jobs = [
-        _Tokens(config, mode, g, slots, seed, count)
-        for seed, (g, slots, count) in enumerate(
-            zip((*groups, *groups[-2:]), ((0, 1), (0,), (0, 1), (1,), (1,)), (11, 9, 5, 9, 5), strict=False)
-        )
-    ]
+        _Tokens(config, mode, g, slots, seed, count, kind=kind)
+        for seed, (g, slots, count, kind) in enumerate((
+            (1, (0, 1), 11, ""), (1, (0,), 9, ""), (1, (1,), 9, ""), (1, (0, 1), 5, "far"), (1, (0, 1), 9, "flat"),
+            (2, (0, 1), 5, ""), (2, (1,), 5, ""),
+        ))
+        if 4 * g <= config.transport_columns
+    ]  # fmt: skip
     _simulate(config, jobs)
 
 
