@@ -46,7 +46,8 @@ Bytes = NDArray[np.uint8]
 
 MAGIC: Final = 0x4754
 """First two bytes of a run: "TG"."""
-VERSION: Final = 1
+VERSION: Final = 2
+"""Order of the passes, :meth:`Run.passes`; 1 had one pass for the second head everywhere."""
 DESCRIPTOR_BYTES: Final = 36
 MAX_TOKENS: Final = 256
 """Longest gated head where the configuration allows longer ones: relative transports of a head stay on the chip."""

@@ -62,7 +62,7 @@ class _Passes:
     Members
     -------
     step: the head, the number of heads where the first one comes again
-    first, last: whether the pass is; nears: the next head is the last one, a cycle after ``step`` is there
+    first, last: whether the pass is
     plain, transposed: slots of the pass
     turns: the next pass is a job of its own
     """
@@ -70,10 +70,9 @@ class _Passes:
     step: Signal
     first: Signal
     last: Signal
-    nears: Signal
     plain: Signal
     transposed: Signal
-    turns: Value
+    turns: Signal
 
     def begin(self, holonomy: Value, alone: Value) -> list[object]:
         """To the first pass; of tables alone it is that of head 0, the last if that is ``alone``."""
@@ -97,9 +96,9 @@ class _Counter:
 class Geometry(wiring.Component):
     """Mask rows of the heads of a run (docs/gated.md, 2 to 5).
 
-    Passes over the heads: in pass p the engine applies the transport of head p to its probe, and the transpose of the
-    same transport to what the pass before made, whose result is the field of the heads p − 1 and p. So a head's factors
-    come once, those of the first a second time at the end. Rows of a head leave while the next pass goes on.
+    Passes as :meth:`dtp.gated.Run.passes` lists them: in the plain slot the engine applies the transport of the pass's
+    head to its probe, in the transposed slot its transpose to what the head before left there, whose result is the
+    field of both. Rows of a head leave while the next pass goes on.
 
     Throughput: that of the engine, ``docs/transport.md``, 5. Stalls: a descriptor is taken when the run before has been
     answered, and its run begins when fewer than half of the places of the row queue are taken; then nothing waits for
@@ -368,14 +367,14 @@ class Geometry(wiring.Component):
         return fields, start, probes, memory
 
     def _passes(self, m: Module, name: str, fields: dict[str, Value], ends: Value) -> _Passes:
-        """Passes that go on with ``ends``: where a word has one vector the second head's has its slots one by one."""
+        """Passes that go on with ``ends``: where a word has one vector the second head has a pass for each slot."""
         paired = self.params.transport.vectors == 2
         step = Signal(range(MAX_HEADS + 1), name=f"{name}_step")
         first, last, nears, plain, transposed = (
             Signal(name=f"{name}_{part}") for part in ("first", "last", "nears", "plain", "transposed")
         )
         stays, turns = Signal(name=f"{name}_stays"), Signal(name=f"{name}_turns")
-        m.d.sync += nears.eq(step + 1 == fields["heads"])
+        m.d.sync += nears.eq(step + 1 == fields["heads"])  # of the step a cycle ago; passes are longer
         m.d.comb += [
             stays.eq(0 if paired else ~plain & ~last),
             turns.eq(0 if paired else ~(plain & transposed) | nears),
@@ -388,7 +387,7 @@ class Geometry(wiring.Component):
                 plain.eq(stays | (~nears & (paired | ~first))),
                 transposed.eq(~stays),
             ]
-        return _Passes(step, first, last, nears, plain, transposed, turns)
+        return _Passes(step, first, last, plain, transposed, turns)
 
     def _refuse(self, m: Module, code: Value) -> list[object]:
         self._refused, self._refusal = Signal(), Signal(GeometryError)
@@ -517,16 +516,16 @@ class Geometry(wiring.Component):
         out = self._counter(m, "out", fields, gone & out_last)
         results = core.o.payload.data.as_value()
         kept = results[: lanes * STATE_BITS]
-        passes, given, writes, out_ends = Signal(), Signal(), Signal(), Signal()
+        to_field, given, writes, out_ends = Signal(), Signal(), Signal(), Signal()
         made, sent = out.passes.plain, out.passes.transposed
         m.d.comb += [
             out_last.eq(1 if paired else second_out | ~(made & sent)),
             out_ends.eq(gone & out_last & out.word_last & out.token_last),
-            passes.eq(sent & (1 if paired else second_out | ~made)),
+            to_field.eq(sent & (1 if paired else second_out | ~made)),
             core.end.eq(out_ends & (out.passes.last | out.passes.turns)),
-            core.o.ready.eq(routing & (~passes | field.i.ready)),
+            core.o.ready.eq(routing & (~to_field | field.i.ready)),
             gone.eq(core.o.valid & core.o.ready),
-            field.i.valid.eq(core.o.valid & passes & routing),
+            field.i.valid.eq(core.o.valid & to_field & routing),
             field.i.payload.data.eq(results[-lanes * STATE_BITS :]),
             field.i.payload.last.eq(out.word_last & out.token_last),
             field.job.valid.eq(routing & sent & ~given),

@@ -60,9 +60,9 @@ __all__ = [
 DEFAULT_PRESET = "ecp5-85k"
 INSTALL_REFERENCE = "no PyTorch, so no accuracy figures: pip install torch==2.13.0"
 COUNTER_LIMIT = 65535
+"""Counters of a status record stop here."""
 MAX_FREQ_MHZ = 1000
 """Highest clock that place and route may be asked for."""
-"""Counters of a status record stop here."""
 
 Progress = Callable[[str, float | None], None]
 """Called with what is being done and the fraction of it that is done, None where that is unknown."""

@@ -76,7 +76,7 @@ def test_beats_hold_what_the_contract_says(config: Config, source: Source) -> No
 
 
 def test_passes() -> None:
-    """Every head has one transport of its own and one transpose, in this order and next to each other."""
+    """Every head has one transport of its own and one transpose; only the second head has them in two passes."""
     for config in (TINY, WIDE):
         paired = GatedParams(config).transport.vectors == 2
         for heads in range(1, 6):
@@ -89,6 +89,8 @@ def test_passes() -> None:
             jobs = run.transport_jobs(config)
             assert sum(job.tokens for job in jobs) == 3 * len(passes)
             if not paired:
+                alone = [(one.step, one.plain) for one in passes[1:-1] if one.plain != one.transposed]
+                assert alone == ([(1, False), (1, True)] if heads > 1 else [])
                 slots = [job.slots for job in jobs]
                 assert slots[:2] == [(0,), (1,)] and all(a != b for a, b in pairwise(slots))
             tables = Run(heads=heads, tokens=3, words=0, holonomy=False, table=True).passes(config)

@@ -23,9 +23,9 @@ from dtp.gated import Run
 from rtl.lib.streams import StreamQueue
 from tests.formal.prover import Mode, Proof, fails, holds
 
-_HEADS = 3
+_HEADS = 4
 _ROWS = 2
-_BOUND = 28
+_BOUND = 32
 _DEPTH = 60
 _PASSES = Run(heads=_HEADS, tokens=1, words=1).passes(Config.load("tiny"))
 _COUNT = len(_PASSES)

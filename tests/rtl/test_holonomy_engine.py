@@ -26,7 +26,7 @@ from dtp.holonomy import (
     relative_transports,
 )
 from dtp.loops import EdgeKind, Extent, LoopGraph, LoopType, Node, Program, Step, run_program, sample_loops, steps
-from dtp.solve import MiddleMode
+from dtp.solve import MiddleMode, TransportError
 from dtp.transport import (
     QuantisedFactors,
     TransportJob,
@@ -229,6 +229,15 @@ def run(config: Config, params: LoopParams, program: Program, drawn: Drawn) -> S
     return sent
 
 
+def _nested(steps_in: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Steps with the fields of their job in a dictionary of their own."""
+    return [
+        {"job": {key[4:]: value for key, value in step.items() if key.startswith("job.")}}
+        | {key: step[key] for key in ("transposed", "first", "last")}
+        for step in steps_in
+    ]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_programs_on_the_engine(name: str) -> None:
     """Loops of two programs edge by edge, to the last bin of the histogram."""
@@ -238,12 +247,7 @@ def test_programs_on_the_engine(name: str) -> None:
     drawn = drawn_programs(config, heads=2)
     sent = [run(config, params, program, drawn) for program in drawn.programs]
     wanted = [report for one in sent for report in one.reports]
-    steps_in = [
-        {"job": {key[4:]: value for key, value in step.items() if key.startswith("job.")}}
-        | {key: step[key] for key in ("transposed", "first", "last")}
-        for one in sent
-        for step in one.steps
-    ]
+    steps_in = [step for one in sent for step in _nested(one.steps)]
     got: list[dict[str, Any]] = []
 
     async def sink_reports(ctx: Any) -> None:
@@ -256,6 +260,9 @@ def test_programs_on_the_engine(name: str) -> None:
                 got.append(numbers | {"numbers": tuple(o.numbers)})
             if len(got) == len(wanted):
                 break
+        for _ in range(50):
+            assert not ctx.get(dut.o.valid)
+            await ctx.tick()
         assert ctx.get(dut.error) == LoopError.NONE and ctx.get(dut.transport_error) == 0
 
     simulator = Simulator(dut)
@@ -269,3 +276,68 @@ def test_programs_on_the_engine(name: str) -> None:
     simulator.add_testbench(sink_reports)
     simulator.run()
     assert got == wanted
+
+
+def test_errors_of_a_program_stay_until_they_are_cleared() -> None:
+    """A head that is not there, a loop that begins within another, factors and start at their limits; a large floor."""
+    config, random = _TINY, np.random.default_rng(3)
+    params = LoopParams.of(config.changed(transport_width=16), multipliers=1, heads=2)
+    drawn = drawn_programs(config, heads=2)
+    good = run(config, params, drawn.programs[0], drawn)
+    head_missing = [header | {"heads": (params.heads, 0), "used": 1} for header in good.headers]
+    begins_within = [step | {"first": 1} for step in good.steps]
+    at_limit = [np.where(word < 0, -127, 127).astype(word.dtype) for word in good.factors]
+    loud = [word | {"data": [32767] * params.lanes} for word in good.starts]
+    cases = [
+        (replace(good, headers=head_missing), LoopError.CREDIT, 0),
+        (replace(good, steps=begins_within), LoopError.SEQUENCE, 0),
+        (replace(good, factors=at_limit, starts=loud), LoopError.NONE, int(TransportError.RANGE)),
+        (good, LoopError.NONE, 0),
+    ]
+    dut = LoopUnit(config, params)
+    floor = 1 << 31
+    ratios: list[int] = []
+
+    async def bench(ctx: Any) -> None:
+        ctx.set(dut.floor, floor)
+        ctx.set(dut.o.ready, 1)
+        for sent, error, flags in cases:
+            ratios.clear()
+            queues = {
+                dut.step: _nested(sent.steps), dut.start: sent.starts, dut.header: sent.headers,
+                dut.factors: sent.factors,
+            }  # fmt: skip
+            offered = {id(port): list(payloads) for port, payloads in queues.items()}
+            ended = False
+            while not ended:
+                for port in queues:
+                    waiting = offered[id(port)]
+                    ctx.set(port.valid, bool(waiting))
+                    if waiting and isinstance(waiting[0], np.ndarray):
+                        number = int.from_bytes(np.ascontiguousarray(waiting[0]).tobytes(), "little")
+                        ctx.set(port.payload.as_value(), number)
+                    elif waiting:
+                        ctx.set(port.payload, waiting[0])
+                taken = [port for port in queues if offered[id(port)] and ctx.get(port.ready)]
+                if ctx.get(dut.o.valid):
+                    ended = bool(ctx.get(dut.o.payload.last))
+                    if ctx.get(dut.o.payload.kind) == ReportKind.LOOP:
+                        ratios.append(ctx.get(dut.o.payload.ratio))
+                await ctx.tick()
+                for port in taken:
+                    offered[id(port)].pop(0)
+            for _ in range(int(random.integers(0, 9))):
+                await ctx.tick()
+            assert (ctx.get(dut.error), ctx.get(dut.transport_error)) == (error, flags)
+            ctx.set(dut.error_clear, 1)
+            await ctx.tick()
+            ctx.set(dut.error_clear, 0)
+            assert ctx.get(dut.error) == LoopError.NONE and ctx.get(dut.transport_error) == 0
+
+    simulator = Simulator(dut)
+    simulator.add_clock(1e-8)
+    simulator.add_testbench(bench)
+    simulator.run()
+    loops = [report["numbers"] for report in good.reports if report["kind"] == int(ReportKind.LOOP)]
+    assert all(start < floor for start, _, _ in loops)
+    assert ratios == [(difference << 24) // floor for _, _, difference in loops] and max(ratios) > 0
