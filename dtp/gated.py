@@ -410,6 +410,10 @@ def quantise_geometry(config: Config, workload: Workload, source: Source, *, see
         rule = f"of at most {config.transport_columns} columns with connection_b and torsion"
         raise must("Workload", "connection_a", rule, k)
     flat = quantise_solve(config, MiddleMode.CAYLEY, columns.reshape(-1, width, k))
+    if int(np.abs(flat.v).max()) >= 1 << (config.factor_bits - 1):
+        rule = f"with connection_b (and torsion) weak enough for factor_bits {config.factor_bits}"
+        longest = float(np.sqrt((columns**2).sum(axis=2)).max())
+        raise must("Workload", "connection_a", rule, f"columns of length {longest:.3g}")
     if workload.probe is not None and workload.probe.shape[1] != 1:
         raise must("Workload", "probe", "one a head with the unit gated", workload.probe.shape[1])
     given = workload.probes(1, seed)[:, 0].astype(np.float64)

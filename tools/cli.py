@@ -444,6 +444,7 @@ def _model_rows(result: verbs.SimulateResult) -> list[tuple[str, str]]:
             (f"kept, by {result.source}", share),
             ("cycles without a gate", f"{result.cycles_dense}, ratio {result.cycles_ratio:.4f}"),
             ("output error against dense", f"{result.output_error:.4g}"),
+            *(("of the gate", remark) for remark in result.remarks),
         ]
     rows += [(f"stalled: {name.replace('_', ' ')}", f"{count} cycles") for name, count in result.stalls.items()]
     saturated = (result.score_saturations, result.lift_saturations, result.output_saturations)
@@ -649,8 +650,8 @@ def _show_gated_demo(console: Console, gated: Any) -> None:
         table.add_row(name, *(shown(case.result) for case in gated.cases))
     console.print(table)
     console.print(
-        "⁴ scores made in the run cost a pass of the transport engine a head, and one more: two heads of 64 tokens are "
-        "too little attention to hide them (docs/gated.md, 5)"
+        "⁴ scores made in the run cost passes of the transport engine, here four of 64 tokens, 220 cycles a token with "
+        "torsion's 8 columns: two heads of 64 tokens are too little attention to hide them (docs/gated.md, 5)"
     )
     console.print("⁵ ‖o − o_dense‖ ÷ ‖o_dense‖")
     for case in gated.cases:

@@ -30,6 +30,7 @@ from dtp.gated import (
 from dtp.pruner import SCORE_BITS, WEIGHT_BITS, Band, Gate, PrunerSettings, Source, blend, legal_blocks
 from dtp.quantise import Head, quantise
 from dtp.registers import Response, gated_registers
+from dtp.solve import TransportError
 from dtp.units import Unit
 from dtp.workload import Workload
 from tools import verbs
@@ -145,7 +146,24 @@ class GatedModels:
             "cycles_dense": self.cycles_dense,
             "cycles_ratio": int(self.models.prediction.total_cycles) / self.cycles_dense,
             "output_error": self.output_error,
+            "transport_errors": tuple(str(flag.name).lower() for flag in TransportError if flag & gate.transport_error),
+            "transport_saturations": gate.saturations,
+            "field_saturated": gate.field_saturated,
+            "remarks": self._remarks(),
         }
+
+    def _remarks(self) -> tuple[str, ...]:
+        """What of the gate's scores a user would not expect."""
+        gate, remarks = self.gate, []
+        if TransportError.RANGE & gate.transport_error:
+            remarks.append("words of a transport left their range: the scores are not exact; take weaker transports")
+        if TransportError.PIVOT & gate.transport_error:
+            remarks.append("a solve of a transport had no pivot: the scores of its tokens mean nothing")
+        if gate.field_saturated:
+            remarks.append("a score reached its limit")
+        if gate.holonomy is not None and (gate.holonomy == gate.holonomy.flat[0]).all():
+            remarks.append("all scores of holonomy are equal, so that they cannot tell blocks apart")
+        return tuple(remarks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +178,9 @@ class GateFigures:
     cycles_dense: cycle model of the same jobs without a gate
     cycles_ratio: cycles of the model ÷ ``cycles_dense``
     output_error: ‖o − o_dense‖ ÷ ‖o_dense‖ of all outputs
+    transport_errors, transport_saturations: of the transport engine: names of its flags, saturated lanes
+    field_saturated: a score of holonomy reached its limit
+    remarks: a line for each of these, and for scores that are all equal
     """
 
     source: str
@@ -170,6 +191,10 @@ class GateFigures:
     cycles_dense: int
     cycles_ratio: float
     output_error: float
+    transport_errors: tuple[str, ...]
+    transport_saturations: int
+    field_saturated: bool
+    remarks: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +208,9 @@ class GatedCosimResult(CosimResult, GateFigures):
 
 
 def gated_models(
-    config: Config, workload: Workload, policy: GatePolicy, *, reference: bool, progress: Progress
+    config: Config, workload: Workload, policy: GatePolicy, *, reference: bool = False, progress: Progress = verbs.quiet
 ) -> GatedModels:
-    """Golden model and cycle model of gated attention.
+    """Golden model and cycle model of gated attention: outputs, masks, scores and cycles.
 
     Raises
     ------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ from dtp.config import Config
 from dtp.errors import DtpError
 from dtp.gated import quantise_geometry
 from dtp.pruner import Gate, Source
+from dtp.workload import Workload
 from tests.gated import workload
 from tools.cli import main
-from tools.gated import GatePolicy, gated_models, register_writes, simulate_gated
+from tools.gated import GatedSimulateResult, GatePolicy, gated_models, register_writes, simulate_gated
 from tools.verbs import simulate, workload_random
 
 TINY = Config.load("tiny")
@@ -43,6 +45,27 @@ def test_one_threshold_keeps_the_fraction(source: Source, kept: float) -> None:
     result = simulate_gated(TINY, made, GatePolicy(source=source, kept=kept), reference=False)
     # Symmetric scores of the field come in pairs, and the diagonal stays.
     assert abs(result.kept_fraction - kept) <= 2 / result.legal_blocks + (0.01 if source is Source.HOLONOMY else 0)
+
+
+def test_what_is_wrong_with_the_scores_is_said() -> None:
+    """Transports out of range, too strong for their factors, too weak for a score; a head that pairs with itself."""
+    made = workload(TINY, 5, tokens=40, heads=2)
+    assert made.connection_a is not None and made.connection_b is not None
+
+    def scaled(factor: float) -> Workload:
+        columns = {name: getattr(made, name) * np.float32(factor) for name in ("connection_a", "connection_b")}
+        return replace(made, **columns)
+
+    def simulated(given: Workload) -> GatedSimulateResult:
+        return simulate_gated(TINY, given, GatePolicy(kept=0.5), reference=False)
+
+    assert simulated(made).remarks == simulated(made).transport_errors == ()
+    strong = simulated(scaled(30))
+    assert strong.transport_errors == ("range",) and "left their range" in strong.remarks[0]
+    for given in (scaled(0.001), workload(TINY, 5, tokens=40, heads=1)):
+        assert "all scores of holonomy are equal" in simulated(given).remarks[0]
+    with pytest.raises(DtpError, match=r"^Workload\.connection_a must be .* weak enough for factor_bits 8, not 'columns"):
+        simulated(scaled(1000))
 
 
 def test_figures() -> None:

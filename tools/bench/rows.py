@@ -188,7 +188,8 @@ ROWS = (
         "margin 7,500 cycles at L = 128, 29,500 at 256, and 2,900, 5,400 of a dense start; first field 12,300, 24,100",
     ),
     Row(
-        "gate-cycles", "gated Riemannian attention, 8 heads, kept fraction f: cycles ÷ dense, first field included",
+        "gate-cycles",
+        "gated Riemannian attention, 8 heads, 4 columns, kept fraction f: cycles ÷ dense, first field included",
         "≤ f + 0.05 for f from 0.5 on", "below, the gate becomes the limit", gated.gate_cycles,
         "`ecp5-85k`: the engine keeps up down to f = 0.45, behind the first head 0.77",
     ),
