@@ -360,6 +360,7 @@ def gated_area(bench: Bench, cases: Sequence[Case]) -> Measured:
     stale = stale_message(report, config.hash) or netlist_message(report, top)
     ratio = top.lut4 / tile.lut4
     clock = "packed, not routed" if report.fmax_mhz is None else f"{report.fmax_mhz:.1f} MHz routed"
+    clock += "" if stale is None else " (another netlist)"
     met = (
         report.routed and report.fmax_mhz is not None and report.fmax_mhz >= LEAST_MHZ and ratio <= LUT4_RATIO
         and top.dsp <= DSP_LIMIT and top.bram <= BRAM_LIMIT and stale is None
