@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -384,6 +385,31 @@ def test_router_that_goes_round_is_asked_for_less(
         (f"{freq_mhz:.1f}", False)
     ]
     assert len(shares) == (3 if placed_mhz else 0)
+
+
+@pytest.mark.parametrize(("memories", "full"), [(197, False), (198, True), (208, True)])
+def test_a_full_device_is_placed_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memories: int, full: bool
+) -> None:
+    """Of 208 block memories 95 % are 197.6."""
+    asked: list[bool] = []
+
+    class _PlacedError(Exception):
+        pass
+
+    def nextpnr(_flow: Any, stage: Stage, _netlist: str, _report: str, arguments: list[str]) -> dict[str, Any]:
+        if stage is Stage.PLACE:
+            asked.append("--placer-heap-alpha" in arguments)
+            raise _PlacedError
+        raise AssertionError(stage)
+
+    netlist = SimpleNamespace(count={})
+    monkeypatch.setattr(fpga._Flow, "netlist", lambda *_: netlist)
+    monkeypatch.setattr(fpga._Flow, "pack", lambda *_: SimpleNamespace(used={"DP16KD": memories}))
+    monkeypatch.setattr(fpga._Flow, "nextpnr", nextpnr)
+    with pytest.raises(_PlacedError):
+        fpga.place_and_route(Multipliers(1), name="design", work_dir=tmp_path)
+    assert asked == [full]
 
 
 def test_router_that_goes_round_is_ended(tool: fpga._Flow) -> None:
