@@ -201,6 +201,11 @@ class Pass:
     plain: bool
     transposed: bool
 
+    @property
+    def slots(self) -> tuple[bool, bool]:
+        """Those in use; passes of the same slots behind each other are one job of the engine."""
+        return self.plain, self.transposed
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -268,7 +273,7 @@ class Run:
         a_pass, passes = self.transport_job(), self.passes(config)
         if TransportParams(config).vectors == 2:
             return (replace(a_pass, tokens=len(passes) * self.tokens),)
-        kinds = groupby(passes, key=lambda one: (one.plain, one.transposed))
+        kinds = groupby(passes, key=lambda one: one.slots)
         return tuple(
             replace(a_pass, plain=plain, transposed=transposed, tokens=len(tuple(same)) * self.tokens)
             for (plain, transposed), same in kinds

@@ -230,7 +230,7 @@ class _RunCycles:
         if self._paired or number + 1 == len(self._passes):
             return False
         one, two = self._passes[number : number + 2]
-        return (one.plain, one.transposed) != (two.plain, two.transposed)
+        return one.slots != two.slots
 
     def step_all(self) -> tuple[int, int]:
         """First cycle in which a beat of another run is there, and in which its descriptor is taken."""

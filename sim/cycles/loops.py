@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -62,22 +63,45 @@ def loops_timing(
     for name, value, length in (("header_cycles", header_from, len(lengths)), ("word_cycles", word_from, sum(lengths))):
         if len(value) != length:
             raise must("loops_timing", name, f"of length {length}", len(value))
-    headers: list[int] = []
-    words: list[int] = []
-    reports: list[int] = []
-    free = params.entries
+    accounts = _Accounts(params)
     for length, is_last, offered in zip(lengths, last, header_from, strict=True):
-        headers.append(max(free, offered))
-        taken = headers[-1]
-        for _ in range(length):
-            taken = max(taken + 1, word_from[len(words)]) + params.word_cycles - 1
-            words.append(taken)
-        reports.append(taken + params.energy_cycles + params.ratio_cycles)
-        free = reports[-1] + params.update_cycles + 1
-        if is_last:
-            reports += range(free + 1, free + 2 * params.entries, 2)
-            free = reports[-1] + 1
-    return LoopsTiming(*(np.array(x, dtype=np.int64) for x in (headers, words, reports)))
+        words = iter(word_from[len(accounts.words) :])
+        accounts.loop(length, is_last, header_from=offered, word_from=partial(_given, words))
+    return LoopsTiming(*(np.array(x, dtype=np.int64) for x in (accounts.headers, accounts.words, accounts.reports)))
+
+
+def _given(words: Iterator[int], _before: int | None) -> int:
+    return next(words)
+
+
+def _every_second(first: int, before: int | None) -> int:
+    return first if before is None else before + 2
+
+
+class _Accounts:
+    """The accounts loop by loop: cycles in which headers, words and reports are taken."""
+
+    def __init__(self, params: LoopParams) -> None:
+        self._params = params
+        self._free = params.entries
+        self.headers: list[int] = []
+        self.words: list[int] = []
+        self.reports: list[int] = []
+
+    def loop(self, words: int, last: bool, *, header_from: int, word_from: Callable[[int | None], int]) -> None:
+        """``word_from``: first cycle in which a word is offered, told when the loop's word before was taken."""
+        p = self._params
+        self.headers.append(max(self._free, header_from))
+        before, earliest = None, self.headers[-1] + 1
+        for _ in range(words):
+            before = max(earliest, word_from(before)) + p.word_cycles - 1
+            earliest = before + 1
+            self.words.append(before)
+        self.reports.append(earliest - 1 + p.energy_cycles + p.ratio_cycles)
+        self._free = self.reports[-1] + p.update_cycles + 1
+        if last:
+            self.reports += range(self._free + 1, self._free + 2 * p.entries, 2)
+            self._free = self.reports[-1] + 1
 
 
 @dataclass(frozen=True)
@@ -103,25 +127,18 @@ def unit_timing(
     config: Config, params: LoopParams, loops: Sequence[Sequence[TransportJob]], last: Sequence[bool]
 ) -> UnitTiming:
     """What the class docstring says, for the jobs of each loop's steps; ``last`` of each loop: of its program."""
+    accounts = _Accounts(params)
     steps: list[int] = []
-    headers: list[int] = []
-    reports: list[int] = []
-    free, now = params.entries, 0
+    now = 0
     for jobs, is_last in zip(loops, last, strict=True):
         for number, job in enumerate(jobs):
             steps.append(now)
             now += _step_cycles(config, job, first=number == 0)
-        headers.append(free)
-        taken, offered = free, now + 1
-        for _ in range(jobs[0].words):
-            taken = max(taken + 1, offered) + params.word_cycles - 1
-            offered = taken + 2
-        reports.append(taken + params.energy_cycles + params.ratio_cycles)
-        free, now = reports[-1] + params.update_cycles + 1, taken + 1
-        if is_last:
-            reports += range(free + 1, free + 2 * params.entries, 2)
-            free = reports[-1] + 1
-    return UnitTiming(*(np.array(x, dtype=np.int64) for x in (steps, headers, reports)))
+        accounts.loop(
+            jobs[0].words, is_last, header_from=0, word_from=partial(_every_second, now + 1),
+        )  # fmt: skip
+        now = accounts.words[-1] + 1
+    return UnitTiming(*(np.array(x, dtype=np.int64) for x in (steps, accounts.headers, accounts.reports)))
 
 
 def _step_cycles(config: Config, job: TransportJob, *, first: bool) -> int:

@@ -31,8 +31,7 @@ _PASSES = Run(heads=_HEADS, tokens=1, words=1).passes(Config.load("tiny"))
 _COUNT = len(_PASSES)
 # Whether the pass behind one is another job: passes of the same slots are one.
 _TURNS = [
-    n + 1 == _COUNT or (one.plain, one.transposed) != (_PASSES[n + 1].plain, _PASSES[n + 1].transposed)
-    for n, one in enumerate(_PASSES)
+    n + 1 == _COUNT or one.slots != _PASSES[n + 1].slots for n, one in enumerate(_PASSES)
 ]
 
 
