@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dtp.attention import HeadResult, golden, kept_blocks
 from dtp.config import Config
+from dtp.connections import quantise_connections
 from dtp.errors import must
 from dtp.fixed import Int
 from dtp.holonomy import SHIFT_LIMIT, TURNAROUND_CYCLES, FieldJob, FieldParams, block_scores, block_sums
@@ -32,9 +33,7 @@ from dtp.transport import (
     QuantisedFactors,
     TransportJob,
     TransportParams,
-    connection_columns,
     factor_words,
-    quantise_solve,
     quantise_state,
     transport,
     word_beats,
@@ -407,18 +406,9 @@ def quantise_geometry(config: Config, workload: Workload, source: Source, *, see
     if workload.transport is not TransportKind.CAYLEY:
         kind = None if workload.transport is None else workload.transport.value
         raise must("Workload", "transport", "cayley for scores of holonomy", kind)
-    torsion = () if workload.torsion_l is None else (workload.torsion_l, workload.torsion_r, workload.torsion_gate)
-    columns, _ = connection_columns(workload.connection_a, workload.connection_b, *torsion, cayley=True)
-    columns = columns[:, :tokens]
-    heads, _, width, k = columns.shape
-    if k > config.transport_columns:
-        rule = f"of at most {config.transport_columns} columns with connection_b and torsion"
-        raise must("Workload", "connection_a", rule, k)
-    flat = quantise_solve(config, MiddleMode.CAYLEY, columns.reshape(-1, width, k))
-    if int(np.abs(flat.v).max()) >= 1 << (config.factor_bits - 1):
-        rule = f"with connection_b (and torsion) weak enough for factor_bits {config.factor_bits}"
-        longest = float(np.sqrt((columns**2).sum(axis=2)).max())
-        raise must("Workload", "connection_a", rule, f"columns of length {longest:.3g}")
+    connections = quantise_connections(config, workload, tokens)
+    flat = connections.factors
+    _, width, k = flat.v.shape
     if workload.probe is not None and workload.probe.shape[1] != 1:
         raise must("Workload", "probe", "one a head with the unit gated", workload.probe.shape[1])
     given = workload.probes(1, seed)[:, 0].astype(np.float64)
@@ -432,7 +422,7 @@ def quantise_geometry(config: Config, workload: Workload, source: Source, *, see
         run, groups=-(-k // TILE_COLUMNS), project_shift=flat.project_shift, gram_shift=flat.gram_shift,
         unit=flat.unit, shifts=job.shifts, reciprocals=job.reciprocals,
     )  # fmt: skip
-    return Geometry(run, flat.v.reshape(heads, tokens, width, k), probes, scores)
+    return Geometry(run, flat.v.reshape(workload.heads, tokens, width, k), probes, scores)
 
 
 def _field_job(params: GatedParams, factors: QuantisedFactors, tokens: int, words: int, energy: int) -> FieldJob:

@@ -20,7 +20,7 @@ from dtp.config import Config
 from dtp.difference import Energies, energies
 from dtp.errors import must
 from dtp.fixed import Int, overflows, saturate
-from dtp.layernorm import layernorm
+from dtp.layernorm import layernorm, variances
 from dtp.matrix import STATE_BITS, MatrixJob, MatrixParams, matrix, padded
 
 MAX_WAIT = 3
@@ -237,11 +237,13 @@ class Executed:
     -------
     stored: for each storing step in order, (rows, columns)
     energies: for each ENERGY step in order, of the rows
+    variances: for each step that normalises, in order, V of the rows
     saturations: of matrices; sum_saturations: of sums and LayerNorms
     """
 
     stored: tuple[Int, ...]
     energies: tuple[Energies, ...]
+    variances: tuple[Int, ...]
     saturations: int
     sum_saturations: int
 
@@ -259,7 +261,7 @@ def execute(kernel: Kernel, program: Sequence[Step], loads: Sequence[ArrayLike])
     if len(loads) != wanted:
         raise must("execute", "loads", f"{wanted} states, one a LOAD step", len(loads))
     states: dict[int, Int] = {}
-    stored, records = [], []
+    stored, records, spreads = [], [], []
     given = iter(loads)
     saturations = sum_saturations = 0
     for step in program:
@@ -269,6 +271,7 @@ def execute(kernel: Kernel, program: Sequence[Step], loads: Sequence[ArrayLike])
             assert step.job is not None
             x = states[step.source]
             if step.normalise:
+                spreads.append(variances(x))
                 x, count = layernorm(config, x)
                 sum_saturations += count
             found = kernel.matrices[step.matrix]
@@ -285,4 +288,4 @@ def execute(kernel: Kernel, program: Sequence[Step], loads: Sequence[ArrayLike])
         else:
             assert step.addend is not None
             records.append(energies(states[step.source], states[step.addend], states[step.residual]))
-    return Executed(tuple(stored), tuple(records), saturations, sum_saturations)
+    return Executed(tuple(stored), tuple(records), tuple(spreads), saturations, sum_saturations)

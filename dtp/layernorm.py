@@ -144,10 +144,8 @@ def layernorm(config: Config, state: ArrayLike) -> tuple[Int, int]:
         raise must("layernorm", "state", "of shape (L, D)", x.shape)
     if overflows(x, STATE_BITS).any():
         raise must("layernorm", "state", f"signed numbers of {STATE_BITS} bits", int(np.abs(x).max()))
-    width = x.shape[1]
-    total = x.sum(axis=1)
-    variance = width * (x * x).sum(axis=1) - total * total
-    factor, exponent = inverse_root(variance)
+    width, total = x.shape[1], x.sum(axis=1)
+    factor, exponent = inverse_root(variances(x))
     t = width * x - total[:, None]
     exact = round_shift(t << ALIGN_BITS, exponent[:, None])
     aligned = saturate(exact, REGISTER_BITS)
@@ -156,6 +154,13 @@ def layernorm(config: Config, state: ArrayLike) -> tuple[Int, int]:
     # A constant row has t = 0, so that its factor does not matter.
     count = int(np.count_nonzero(overflows(exact, REGISTER_BITS) | (over > 0)))
     return np.asarray(n << (STATE_BITS - config.operand_bits), dtype=np.int64), count
+
+
+def variances(state: ArrayLike) -> Int:
+    """V = D·Σx² − Σ² of each row of a state (L, D)."""
+    x = np.asarray(state, dtype=np.int64)
+    total = x.sum(axis=1)
+    return np.asarray(x.shape[1] * (x * x).sum(axis=1) - total * total, dtype=np.int64)
 
 
 def inverse_root(variance: ArrayLike) -> tuple[Int, Int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +32,7 @@ from dtp.solve import TransportError
 from dtp.units import Unit
 from dtp.workload import Workload
 from tools import verbs
+from tools.units import run_unit
 from tools.verbs import ConfigLike, CosimResult, Models, Progress, SimulateResult, WorkloadLike
 
 __all__ = [
@@ -290,7 +289,8 @@ def cosim_gated(
     found = gated_models(config, workload, policy, reference=reference, progress=progress)
     models = found.models
     job = gated_job(config, found, stalls=stalls, seed=seed)
-    result = _run(config, job, int(models.prediction.total_cycles), waves, cache_dir, progress)
+    total = int(models.prediction.total_cycles)
+    result = run_unit(config, Unit.GATED, job, total, waves=waves, cache_dir=cache_dir, progress=progress)
     registers = compare_registers(config, found, result)
     fields = verbs.cosim_fields(
         models, result, stream_view(config, result), registers, waves=waves, stalls=stalls, seed=seed
@@ -357,26 +357,6 @@ def payloads(packets: Sequence[Any]) -> list[int]:
         for packet in packets
         for number, beat in enumerate(packet)
     ]
-
-
-def _run(
-    config: Config, job: Any, total: int, waves: str | Path | None, cache_dir: Path | None, progress: Progress
-) -> Any:
-    from sim.bench.channels import build_channels, run_channels
-
-    with tempfile.TemporaryDirectory(prefix="dtp-") as temporary:
-        verilog = Path(temporary) / "top.v"
-        progress(f"generating Verilog of {config.name}", None)
-        verilog.write_text(verbs.emitted(config, Unit.GATED).verilog, encoding="utf-8")
-        progress("building the simulator (kept for the next run)", None)
-        build_channels(verilog, waves=waves is not None, cache_dir=cache_dir)
-        progress(f"simulating the Verilog, about {total} cycles", None)
-        if waves is None:
-            return run_channels(verilog, job, cache_dir=cache_dir, check=False)
-        with verbs.partial_beside(Path(waves)) as partial:
-            result = run_channels(verilog, job, waves=partial, cache_dir=cache_dir, check=False)
-            os.replace(partial, waves)
-        return result
 
 
 def stream_view(config: Config, result: Any) -> Any:

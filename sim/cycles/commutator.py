@@ -1,25 +1,33 @@
-"""Array cycles of the commutator kernel, pass by pass, against the multiplications that SPEC §5 names."""
+"""Cycles of the commutator kernel: of whole programs, and array cycles against the multiplications of SPEC §5."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from dtp.commutator import CommutatorMode
 from dtp.config import Config
 from dtp.errors import must
-from dtp.kernel import MAX_WAIT
+from dtp.fixed import Int
+from dtp.kernel import KernelParams, Step, StepKind
 from dtp.matrix import Activation, MatrixJob
-from sim.cycles.matrix import MatrixTiming, matrix_timing
+from sim.cycles.difference import DifferenceCycles
+from sim.cycles.layernorm import LayerNormCycles
+from sim.cycles.matrix import MatrixCycles
 
 __all__ = [
     "LayerShape",
     "Pass",
+    "ProgramTiming",
     "array_cycles",
     "extra_multiplications",
     "extra_passes",
     "plain_passes",
-    "stored_timing",
+    "program_timing",
 ]
 
 
@@ -96,36 +104,199 @@ def array_cycles(passes: tuple[Pass, ...]) -> int:
     return sum(item.steps for item in passes)
 
 
-def stored_timing(config: Config, jobs: Sequence[MatrixJob]) -> MatrixTiming:
-    """Cycles of matrices on one loaded state whose outputs all leave; :class:`sim.cycles.matrix.MatrixTiming`.
-
-    Cycle 0 is the one behind the last word of the LOAD. Steps, weights and sinks never wait; each step lets all the
-    matrices before it be unfinished. A matrix is taken as a job as soon as the mode takes it, its state is read one
-    word a cycle from the next cycle on and is there two cycles later; the next step begins three cycles behind the
-    read of its last word.
+@dataclass(frozen=True)
+class ProgramTiming:
+    """Cycles of a program through :class:`rtl.commutator.CommutatorUnit`, counted from reset, where nothing stalls.
 
     Parameters
     ----------
-    jobs: at most ``MAX_WAIT`` + 1, as no more are under way
-
-    Raises
-    ------
-    DtpError
-        for too many jobs
+    steps, words, weights: (n,), cycle in which each step, word of a LOAD and entry of weights is taken
+    outputs, energies: (n,), cycle of each word that is stored and of each record
     """
-    if not 1 <= len(jobs) <= MAX_WAIT + 1:
-        raise must("stored_timing", "jobs", f"1 to {MAX_WAIT + 1}", len(jobs))
-    offers: list[int] = []
-    words: list[range] = []
-    following = 0
-    for count, job in enumerate(jobs, start=1):
-        offers.append(following)
-        reads = job.chunks(config) * config.pass_steps
-        words.append(range(reads))  # when they come does not matter for when the job is taken
-        taken = int(matrix_timing(config, jobs[:count], offered_jobs=offers, offered_activations=words).jobs[-1])
-        words[-1] = range(taken + 3, taken + 3 + reads)
-        following = taken + reads + 3
-    return matrix_timing(config, jobs, offered_jobs=offers, offered_activations=words)
+
+    steps: Int
+    words: Int
+    weights: Int
+    outputs: Int
+    energies: Int
+
+
+def program_timing(
+    config: Config, program: Sequence[Step], variances: Sequence[Int], *, start: int = 0
+) -> ProgramTiming:
+    """Cycles of a program whose first step is offered in cycle ``start``, all words and weights from the first on.
+
+    A step begins when no more than ``wait`` matrices before it are unfinished; one is finished four cycles after its
+    last word left the matrix mode. A LOAD takes a word a cycle but where an output is written, three cycles after it
+    was taken. A MATRIX is given to the mode as soon as that takes jobs; its words are read one a cycle but where an
+    output is taken, and are there two cycles later; the next step begins behind the last. Through the LayerNorm they go
+    one by one, twice, and the next step begins when the last one has left. An ENERGY reads three words for each that it
+    gives to the difference norm.
+
+    Parameters
+    ----------
+    variances: of each step that normalises, in order, V of the group's rows: the time of a root depends on it
+    """
+    kernel = _KernelCycles(config, program, variances, start)
+    while not kernel.done:
+        kernel.step()
+    return ProgramTiming(*(
+        np.array(cycles, dtype=np.int64)
+        for cycles in (kernel.taken, kernel.words, kernel.weights, kernel.outputs, kernel.energies)
+    ))  # fmt: skip
+
+
+class _Cycle(NamedTuple):
+    """What the step that is under way does in a cycle: reads a state, opens a matrix, gives a word to a norm."""
+
+    reads: bool = False
+    opens: Step | None = None
+    gives: bool = False
+    compares: bool = False
+
+
+class _KernelCycles:
+    """``Commutator`` without its numbers, cycle by cycle."""
+
+    def __init__(self, config: Config, program: Sequence[Step], variances: Sequence[Int], start: int) -> None:
+        self._config = config
+        self._program = deque(program)
+        self._variances = deque(variances)
+        self._start = start
+        self._mode = MatrixCycles(config)
+        self._layernorm = LayerNormCycles(config)
+        self._norm = DifferenceCycles(config)
+        self._results: deque[Step] = deque()
+        self._reads, self._writes, self._ends = (deque([False] * cycles) for cycles in (2, 3, 4))
+        self._open = self._count = self._left = 0
+        self._state = "begin"
+        self._second_pass = False
+        jobs = [step.job for step in program if step.job is not None]
+        stored = [step.job for step in program if step.job is not None and step.store]
+        self._entries = sum(job.steps(config) for job in jobs)
+        self._outputs = sum(job.blocks(config) * config.pass_steps for job in stored)
+        self._records = config.rows * sum(step.kind is StepKind.ENERGY for step in program)
+        self._now = 0
+        self.taken: list[int] = []
+        self.words: list[int] = []
+        self.weights: list[int] = []
+        self.outputs: list[int] = []
+        self.energies: list[int] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has been taken and given."""
+        given = len(self.outputs) == self._outputs and len(self.energies) == self._records
+        return given and not self._program and not self._open
+
+    def step(self) -> None:
+        """One cycle."""
+        mode, now = self._mode, self._now
+        takes = bool(self._results) and mode.offers
+        writes = takes and not self._results[0].store
+        ends = takes and mode.offers_last
+        if takes and not writes:
+            self.outputs.append(now)
+        if self._norm.record:
+            self.energies.append(now)
+        straight = self._state in ("straight", "straight end")
+        read_there = self._reads.popleft()
+        word = mode.loading and ((straight and read_there) or self._layernorm.offers)
+        pops = mode.loading and not straight
+        last = bool(self._program) and self._count == self._program[0].words(self._config) - 1
+        normed = (self._program[0].words(self._config), self._variances[0]) if self._state == "give" else None
+
+        cycle = self._advance(last, writes=writes, written=self._writes.popleft(), read_there=read_there)
+        self._reads.append(cycle.reads and not writes)
+        self._writes.append(writes)
+        self._layernorm.step(normed if cycle.gives else None, pops)
+        self._norm.step(cycle.compares, last=last)
+        job = None if cycle.opens is None else cycle.opens.job
+        if mode.step(job, word, len(self.weights) < self._entries, takes):
+            self.weights.append(now)
+        self._open += (job is not None) - self._ends.popleft()
+        self._ends.append(ends)
+        if ends:
+            self._results.popleft()
+        if cycle.opens is not None:
+            self._results.append(cycle.opens)
+        self._now += 1
+
+    def _advance(self, last: bool, *, writes: bool, written: bool, read_there: bool) -> _Cycle:
+        """The step that is under way goes on; ``last``: with its last word."""
+        state = self._state
+        if state == "begin":
+            return self._begin()
+        if state == "load":
+            if not written:
+                self.words.append(self._now)
+                self._word(last)
+            return _Cycle()
+        if state == "straight":
+            self._left = 2
+            if not writes:
+                self._count += 1
+                self._state = "straight end" if last else state
+            return _Cycle(reads=True)
+        if state == "straight end":
+            self._left -= 1
+            if self._left == 0:
+                self._end()
+            return _Cycle()
+        if state in _READS:
+            self._state = state if writes else f"{state}, there"
+            return _Cycle(reads=True)
+        if state.removesuffix(", there") in _READS:
+            self._state = _READS[state.removesuffix(", there")] if read_there else state
+            return _Cycle()
+        if state == "give":
+            return self._give(last)
+        if state == "subtract":
+            ready = self._norm.ready
+            if ready:
+                self._state = "attended"
+                self._word(last)
+            return _Cycle(compares=ready)
+        if self._layernorm.idle:  # all words are normalised
+            self._variances.popleft()
+            self._end()
+        return _Cycle()
+
+    def _begin(self) -> _Cycle:
+        self._count, self._second_pass = 0, False
+        step = self._program[0] if self._program and self._now >= self._start else None
+        if step is None or self._open > step.wait:
+            return _Cycle()
+        if step.kind is not StepKind.MATRIX:
+            self._state = "load" if step.kind is StepKind.LOAD else "attended"
+            return _Cycle()
+        if not self._mode.job_ready or len(self._results) == KernelParams(self._config).open_matrices:
+            return _Cycle()
+        self._state = "read" if step.normalise else "straight"
+        return _Cycle(opens=step)
+
+    def _give(self, last: bool) -> _Cycle:
+        """A word for the LayerNorm; all of them twice."""
+        if not self._layernorm.ready:
+            return _Cycle()
+        self._count = 0 if last else self._count + 1
+        self._state = "normalised" if last and self._second_pass else "read"
+        self._second_pass |= last
+        return _Cycle(gives=True)
+
+    def _word(self, last: bool) -> None:
+        self._count += 1
+        if last:
+            self._end()
+
+    def _end(self) -> None:
+        self.taken.append(self._now)
+        self._program.popleft()
+        self._state = "begin"
+
+
+_READS = {"read": "give", "attended": "plain", "plain": "residual", "residual": "subtract"}
+"""States that read a word, and what follows when it is there."""
 
 
 def extra_multiplications(shape: LayerShape, mode: CommutatorMode, frame_rank: int = 0) -> int:

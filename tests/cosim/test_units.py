@@ -21,7 +21,7 @@ from dtp.transport import TransportParams
 from dtp.units import Unit
 from rtl.units import field_params, loop_params, pruner_params
 from sim.bench.channels import ChannelJob, ChannelResult, Sink, Source, pack_fields, run_channels
-from sim.cycles.commutator import stored_timing
+from sim.cycles.commutator import program_timing
 from sim.cycles.holonomy import field_timing
 from sim.cycles.loops import unit_timing
 from sim.cycles.pruner import head_timing
@@ -300,7 +300,7 @@ def pruner(config: Config) -> Case:
 
 
 def stores(kernel: Any) -> list[Step]:
-    """A state, and the queries, keys and values of it: what :func:`stored_timing` tells the cycles of."""
+    """A state, and the queries, keys and values of it: one stored matrix behind the other."""
     bases = {name: n * kernel.matrices["q"].job.blocks(kernel.config) * kernel.config.pass_steps
              for n, name in enumerate("qkv")}  # fmt: skip
     load = Step(kind=StepKind.LOAD, group=0, width=kernel.layer.model, target=4)
@@ -355,19 +355,20 @@ def commutator(config: Config, part: str) -> Case:
         for row in range(config.rows)
     ]  # fmt: skip
 
+    start = 2 * len(biases) + 50  # biases are there before the first step
+
     def cycles(result: ChannelResult) -> dict[str, Sequence[int]]:
-        if part != "stores":
-            return {}
-        after = int(result.inputs["s_axis"][-1]) + 1
-        timing = stored_timing(config, [s.job for s in program if s.job is not None])
-        return {"s_axis_w": (timing.steps + after).tolist(), "m_axis": (timing.outputs + after).tolist()}
+        timing = program_timing(config, program, wanted.variances, start=start)
+        return {
+            "s_axis_step": timing.steps.tolist(), "s_axis": timing.words.tolist(), "s_axis_w": timing.weights.tolist(),
+            "m_axis": timing.outputs.tolist(), "m_axis_energy": timing.energies.tolist(),
+        }  # fmt: skip
 
     return Case(
         Unit.COMMUTATOR,
         config,
         {
-            # Biases are there before the first step.
-            "s_axis_step": [(step(step_values(config, s)), 2 * len(biases) + 50) for s in program],
+            "s_axis_step": [(step(step_values(config, s)), start) for s in program],
             "s_axis": at_once(word({"": values.tolist()}) for load in loads for values in words(config, load)),
             "s_axis_w": at_once(entries),
             "s_axis_bias_write": at_once(biases),

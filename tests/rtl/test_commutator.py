@@ -15,7 +15,7 @@ from dtp.config import Config
 from dtp.kernel import Executed, Step, StepKind, after_attention, before_attention, execute
 from dtp.matrix import Activation, MatrixParams, bias_words, padded, weight_entries, words
 from rtl.commutator import CommutatorUnit
-from sim.cycles.commutator import LayerShape, array_cycles, extra_passes, plain_passes
+from sim.cycles.commutator import LayerShape, array_cycles, extra_passes, plain_passes, program_timing
 from tests.dtp.test_commutator import layer_of
 
 _TINY = Config.load("tiny")
@@ -33,11 +33,14 @@ def small_layer(**changes: Any) -> Layer:
 
 @dataclass
 class Run:
-    """Stored words and energy records, array steps, cycles from the first to the last one, saturation counts."""
+    """Stored words and energy records, saturation counts; from reset, the cycles of the first step's offer, of what was
+    taken of steps, words and weights, and of what came out."""
 
     stored: list[list[int]] = field(default_factory=list)
     records: list[tuple[int, int, int]] = field(default_factory=list)
-    weights: list[int] = field(default_factory=list)
+    start: int = 0
+    taken: tuple[list[int], ...] = field(default_factory=lambda: ([], [], []))
+    given: tuple[list[int], ...] = field(default_factory=lambda: ([], []))
     saturations: int = 0
     sum_saturations: int = 0
 
@@ -92,6 +95,11 @@ def simulate(
         ctx.set(dut.clear, 1)
         await ctx.tick()
         ctx.set(dut.clear, 0)
+        run.start = 1 + sum(
+            len(bias_words(config, step.job, bias))
+            for step in {s.matrix: s for s in program if s.job is not None}.values()
+            if step.job is not None and (bias := kernel.matrices[step.matrix].bias) is not None
+        )
         ports, lists = [dut.step, dut.i, dut.w], [program, feeds, entries]
         chances = [source, source, weight]
         numbers, offered = [0, 0, 0], [False] * 3
@@ -113,13 +121,14 @@ def simulate(
             for n, port in enumerate(ports):
                 if offered[n] and ctx.get(port.ready):
                     numbers[n], offered[n] = numbers[n] + 1, False
-                    if n == 2:
-                        run.weights.append(cycle)
+                    run.taken[n].append(run.start + cycle)
             for n, port in enumerate((dut.o, dut.energy)):
                 valid, ready = ctx.get(port.valid), ctx.get(port.ready)
                 now = ctx.get(port.payload.as_value())
                 assert held[n] is None or (valid and now == held[n]), f"a waiting payload changed in cycle {cycle}"
                 held[n] = now if valid and not ready else None
+                if valid and ready:
+                    run.given[n].append(run.start + cycle)
                 if valid and ready and n == 0:
                     value = ctx.get(dut.o.payload.data.as_value())
                     parts = [(value >> 16 * k) & 0xFFFF for k in range(elements)]
@@ -165,6 +174,16 @@ def check(kernel: Kernel, wanted: Executed, run: Run) -> None:
     assert (run.saturations, run.sum_saturations) == (wanted.saturations, wanted.sum_saturations)
 
 
+def check_cycles(kernel: Kernel, program: list[Step], wanted: Executed, run: Run) -> None:
+    """Of a run without stalls, every cycle."""
+    timing = program_timing(kernel.config, program, wanted.variances, start=run.start)
+    assert run.taken[0] == timing.steps.tolist()
+    assert run.taken[1] == timing.words.tolist()
+    assert run.taken[2] == timing.weights.tolist()
+    assert run.given[0] == timing.outputs.tolist()
+    assert run.given[1] == timing.energies.tolist()
+
+
 def group_rows(kernel: Kernel, state: np.ndarray) -> list[np.ndarray]:
     rows = kernel.config.rows
     whole = padded(state, kernel.config.groups(len(state)) * rows, state.shape[1])
@@ -208,9 +227,10 @@ def test_programs(name: str, mode: CommutatorMode) -> None:
     kernel = quantise(config, layer)
     steps = 0
     for program, loads in halves(kernel, mode, random):
-        run = simulate(kernel, program, loads, random)
-        check(kernel, execute(kernel, program, loads), run)
-        steps += len(run.weights)
+        run, wanted = simulate(kernel, program, loads, random), execute(kernel, program, loads)
+        check(kernel, wanted, run)
+        check_cycles(kernel, program, wanted, run)
+        steps += len(run.taken[2])
     shape = LayerShape(layer.tokens, layer.model, layer.heads, layer.inner // layer.heads, layer.mlp)
     own = [item for item in plain_passes(config, shape) if item.name == "output of h"]
     extra = [item for item in extra_passes(config, shape, mode) if "P·V" not in item.name and "scores" not in item.name]
@@ -226,7 +246,9 @@ def test_one_head() -> None:
     heads = [group_rows(kernel, (random.normal(size=(5, width)) * 4000).astype(np.int64)) for _ in range(2)]
     program = after_attention(kernel, _TINY.groups(5), head=layer.heads - 1)
     loads = interleaved(program, heads)
-    check(kernel, execute(kernel, program, loads), simulate(kernel, program, loads, random))
+    run, wanted = simulate(kernel, program, loads, random), execute(kernel, program, loads)
+    check(kernel, wanted, run)
+    check_cycles(kernel, program, wanted, run)
 
 
 @pytest.mark.parametrize(("source", "weight", "sink"), [(0.3, 0.6, 0.5), (1.0, 1.0, 0.1)])

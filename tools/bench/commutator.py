@@ -51,6 +51,6 @@ def commutator(bench: Bench, cases: Sequence[Case]) -> Measured:
         "; ".join(each),
         all(ratio <= EXTRA_RATIO for ratio in worst.values()),
         figures,
-        ("array steps, which tests hold against those of the RTL; elapsed cycles have no model",),
+        ("array steps, held against those of the RTL by tests; `sim.cycles.commutator.program_timing` has all cycles",),
         (Sheet("Extra array cycles of the commutator", head, tuple(rows)),),
     )

@@ -1,0 +1,121 @@
+"""A generated unit in the simulator: its payloads, one run of its Verilog, and what a comparison found."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtp.config import Config
+from dtp.units import Unit
+from tools import verbs
+from tools.verbs import Progress, Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Result):
+    """The generated Verilog of a unit beside both models.
+
+    Parameters
+    ----------
+    bit_exact: every word of every output is the golden model's, and no rule of a stream was broken
+    words_compared: of all outputs
+    cycles_rtl: from reset to the last word of an output
+    cycles_equal: words come in the cycles of the model; None with stalls, which the model does not know
+    differences: one line for each thing that is not equal
+    sim_cycles, sim_cycles_per_s: of the simulator, build and start excluded
+    waves: waveform file that was written
+    """
+
+    bit_exact: bool
+    words_compared: int
+    cycles_rtl: int | None
+    cycles_equal: bool | None
+    differences: tuple[str, ...]
+    stall_probability: float
+    seed: int
+    sim_cycles: int
+    sim_cycles_per_s: float
+    waves: Path | None
+
+    @property
+    def passed(self) -> bool:
+        """Nothing that was compared differs."""
+        return not self.differences
+
+
+def packer(config: Config, unit: Unit, port: str) -> Callable[[Mapping[str, Any]], int]:
+    """What makes a payload of the fields that the manifest names for a port."""
+    from sim.bench.channels import pack_fields
+
+    fields = _port(config, unit, port)["fields"]
+    return lambda values: pack_fields(fields, values)
+
+
+def with_last(config: Config, unit: Unit, channel: str, data: Sequence[int], last: Iterable[int]) -> list[int]:
+    """Payloads of a channel with tdata and tlast."""
+    bits = _port(config, unit, f"{channel}_tdata")["bits"]
+    return [value | int(end) << bits for value, end in zip(data, last, strict=True)]
+
+
+def _port(config: Config, unit: Unit, name: str) -> dict[str, Any]:
+    ports: dict[str, dict[str, Any]] = {port["name"]: port for port in verbs.emitted(config, unit).manifest["ports"]}
+    return ports[name]
+
+
+def run_unit(
+    config: Config,
+    unit: Unit,
+    job: Any,
+    cycles: int,
+    *,
+    waves: str | Path | None = None,
+    cache_dir: Path | None = None,
+    progress: Progress = verbs.quiet,
+) -> Any:
+    """A :class:`~sim.bench.channels.ChannelJob` of about ``cycles`` on a unit's Verilog; it may break rules."""
+    from sim.bench.channels import build_channels, run_channels
+
+    with tempfile.TemporaryDirectory(prefix="dtp-") as temporary:
+        verilog = Path(temporary) / "top.v"
+        progress(f"generating Verilog of {config.name}", None)
+        verilog.write_text(verbs.emitted(config, unit).verilog, encoding="utf-8")
+        progress("building the simulator (kept for the next run)", None)
+        build_channels(verilog, waves=waves is not None, cache_dir=cache_dir)
+        progress(f"simulating the Verilog, about {cycles} cycles", None)
+        if waves is None:
+            return run_channels(verilog, job, cache_dir=cache_dir, check=False)
+        with verbs.partial_beside(Path(waves)) as partial:
+            result = run_channels(verilog, job, waves=partial, cache_dir=cache_dir, check=False)
+            os.replace(partial, waves)
+        return result
+
+
+def unequal(name: str, got: Sequence[int], wanted: Sequence[int]) -> list[str]:
+    """One line when words of a channel are not those that are wanted."""
+    if len(got) != len(wanted):
+        return [f"{name} gave {len(got)} words in RTL, {len(wanted)} in golden"]
+    wrong = [n for n, (one, other) in enumerate(zip(got, wanted, strict=True)) if one != other]
+    if not wrong:
+        return []
+    first = wrong[0]
+    return [
+        f"{len(wrong)} of {len(wanted)} words of {name} differ, first word {first}: RTL {got[first]:#x}, "
+        f"golden {wanted[first]:#x}"
+    ]
+
+
+def late(name: str, got: Iterable[int], wanted: Iterable[int]) -> list[str]:
+    """One line when words of a channel come in other cycles than those of the model."""
+    pairs = [(int(one), int(other)) for one, other in zip(got, wanted, strict=False)]
+    wrong = [n for n, (one, other) in enumerate(pairs) if one != other]
+    if not wrong:
+        return []
+    one, other = pairs[wrong[0]]
+    return [
+        f"{len(wrong)} of {len(pairs)} words of {name} come in another cycle, first word {wrong[0]}: RTL {one}, "
+        f"cycle model {other}"
+    ]
