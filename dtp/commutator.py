@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -34,6 +34,7 @@ from dtp.matrix import (
     matrix,
     scaling,
 )
+from dtp.quantise import Head
 from dtp.quantise import quantise as quantise_heads
 from dtp.workload import Mode, Workload
 
@@ -228,6 +229,8 @@ class CommutatorResult:
     attended: Attn(h + Res(h)), (L, M)
     energies: of tokens
     heads: of heads and tokens, or None when they were not asked for
+    walks: jobs of the tile at h + Res(h) and at h, a head each
+    outputs: of all heads of both walks side by side, as states, (2, L, H·d)
     saturations: elements saturated in matrices and LayerNorms
     """
 
@@ -235,6 +238,8 @@ class CommutatorResult:
     attended: Int
     energies: Energies
     heads: Energies | None
+    walks: tuple[tuple[Head, ...], tuple[Head, ...]]
+    outputs: Int
     saturations: int
 
 
@@ -250,10 +255,11 @@ def golden(kernel: Kernel, mode: CommutatorMode, *, per_head: bool = False) -> C
     values = run.project(h, "v")
     moved = run.project(x, "v")
     queries, keys = run.project(h, "q"), run.project(h, "k")
-    plain_heads = run.attend(queries, keys, values)
+    plain_walk = run.walk(queries, keys, values)
     if mode is CommutatorMode.FULL:
         queries, keys = run.project(x, "q"), run.project(x, "k")
-    moved_heads = run.attend(queries, keys, moved)
+    moved_walk = run.walk(queries, keys, moved)
+    moved_heads, plain_heads = run.walked(moved_walk), run.walked(plain_walk)
     attended, plain = run.output(moved_heads), run.output(plain_heads)
     residual = run.residual(plain, "in_a", "out_a")
     heads = run.per_head(moved_heads, plain_heads) if per_head else None
@@ -262,6 +268,8 @@ def golden(kernel: Kernel, mode: CommutatorMode, *, per_head: bool = False) -> C
         attended=attended,
         energies=energies(attended, plain, residual),
         heads=heads,
+        walks=(moved_walk, plain_walk),
+        outputs=np.stack([moved_heads, plain_heads]),
         saturations=run.saturations,
     )
 
@@ -300,14 +308,21 @@ class Operators:
 
     def attend(self, q: Int, k: Int, v: Int) -> Int:
         """Outputs of all heads side by side, as states."""
+        return self.walked(self.walk(q, k, v))
+
+    def walk(self, q: Int, k: Int, v: Int) -> tuple[Head, ...]:
+        """Jobs of the tile for the projections of all heads."""
         kernel, found = self.kernel, self.kernel.matrices
         scales = {name: found[name].unit for name in ("q", "k", "v")}
         work = kernel.layer.workload(
             _real(q, scales["q"]), _real(k, scales["k"]), _real(v, scales["v"]), scales,
         )  # fmt: skip
-        jobs = quantise_heads(kernel.config, work)
-        outputs = [attention_golden(kernel.config, job).outputs for job in jobs]
-        return np.concatenate(outputs, axis=1) << (STATE_BITS - kernel.config.output_bits)
+        return tuple(quantise_heads(kernel.config, work))
+
+    def walked(self, jobs: Sequence[Head]) -> Int:
+        """What the tile makes of its jobs, side by side, as states."""
+        outputs = [attention_golden(self.kernel.config, job).outputs for job in jobs]
+        return np.concatenate(outputs, axis=1) << (STATE_BITS - self.kernel.config.output_bits)
 
     def output(self, heads: Int) -> Int:
         return self.apply("o", heads)

@@ -24,13 +24,15 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from dtp.commutator import CommutatorMode
 from dtp.config import PRESETS
 from dtp.errors import DtpError, MissingToolError, must
 from dtp.pruner import Source
 from dtp.units import Unit
 from dtp.workload import Mode
 from sim.bench.stream import SimulationError
-from tools import gated, verbs
+from tools import commutator, gated, loops, verbs
+from tools.units import Comparison
 from tools.verbs import Progress
 
 OK, FAILED, BAD_INPUT, MISSING_TOOL, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 3, 130, 141
@@ -72,7 +74,16 @@ CommutatorOption = Annotated[
 AnyUnitOption = Annotated[
     str, typer.Option("--unit", metavar="NAME", help=f"{', '.join(unit.value for unit in Unit)}.")
 ]
-UnitOption = Annotated[str, typer.Option("--unit", metavar="NAME", help="attention, or gated: blocks kept by a gate.")]
+UnitOption = Annotated[
+    str,
+    typer.Option(
+        "--unit", metavar="NAME", help="attention, gated (blocks kept by a gate), loops or commutator (of the file)."
+    ),
+]
+ModeOption = Annotated[
+    str | None,
+    typer.Option("--commutator-mode", metavar="NAME", help="frozen or full weights of attention; default full.")
+]
 SourceOption = Annotated[
     str | None, typer.Option("--source", help="Scores of the gate: holonomy, table (the file's scores) or both.")
 ]
@@ -288,6 +299,9 @@ def workload_random_command(
         int, typer.Option(parser=_integer, metavar="N", help="r_T of Cayley transports; 0 for none.")
     ] = 0,
     torsion: Annotated[bool, typer.Option("--torsion", help="Transports with torsion.")] = False,
+    loop_count: Annotated[
+        int, typer.Option("--loops", parser=_integer, metavar="N", help="Sampled loops of type A; 0 for none.")
+    ] = 0,
     mlp_width: Annotated[
         int, typer.Option(parser=_integer, metavar="N", help="MLP width of a layer for the commutator; 0 for none.")
     ] = 0,
@@ -314,6 +328,7 @@ def workload_random_command(
             kv_heads=kv_heads,
             transport_rank=transport_rank,
             torsion=torsion,
+            loops=loop_count,
             mlp_width=mlp_width,
         ),
         json,
@@ -370,6 +385,8 @@ def _shape(workload: verbs.WorkloadSummary) -> str:
         parts.append(f"R = {workload.frame_rank}, r = {workload.metric_rank}")
     if workload.transport_columns:
         parts.append(f"transports of {workload.transport_columns} columns")
+    if workload.loops:
+        parts.append(f"{workload.loops} loops")
     if workload.model_width:
         parts.append(f"layer of width {workload.model_width}")
     if workload.valid_length != workload.tokens:
@@ -391,36 +408,98 @@ def simulate_command(
     theta: ThetaOption = None,
     budget: BudgetOption = None,
     weight: WeightOption = None,
+    commutator_mode: ModeOption = None,
     json: JsonOption = None,
 ) -> None:
     """Golden model and cycle model of a workload."""
     _check_json(json)
     policy = _policy(unit, source=source, kept=kept, theta=theta, budget=budget, weight=weight)
+    mode = _mode(unit, commutator_mode)
+    result: Any
     with _progress() as progress:
-        if policy is None:
-            result = verbs.simulate(config, workload, progress=progress)
-        else:
+        if unit == "loops":
+            result = loops.simulate_loops(config, workload, progress=progress)
+        elif mode is not None:
+            result = commutator.simulate_commutator(config, workload, mode, progress=progress)
+        elif policy is not None:
             result = gated.simulate_gated(config, workload, policy, progress=progress)
-    _console().print(_pairs(f"{workload.name} on {result.config}", _model_rows(result)))
+        else:
+            result = verbs.simulate(config, workload, progress=progress)
+    _console().print(_pairs(f"{workload.name} on {result.config}", _rows(result)))
     _note(result.note)
     _write_json(json, result)
+
+
+def _mode(unit: str, given: str | None) -> str | None:
+    """Mode of the commutator; None for another unit."""
+    if unit == "commutator":
+        return given or CommutatorMode.FULL.value
+    if given is not None:
+        raise must("dtp", "--commutator-mode", "absent without --unit commutator", given)
+    return None
 
 
 def _policy(unit: str, **options: Any) -> gated.GatePolicy | None:
     """What the options of the gate say; None for a unit without one."""
     given = {name: value for name, value in options.items() if value is not None}
-    if unit == "attention":
+    if unit not in _RUNS:
+        raise must("dtp", "--unit", f"one of {', '.join(_RUNS)}", unit)
+    if unit != "gated":
         for name, value in given.items():
             raise must("dtp", f"--{name}", "absent without --unit gated", value)
         return None
-    if unit != "gated":
-        raise must("dtp", "--unit", "attention or gated", unit)
     if "source" in given:
         names = {source.name.lower(): source for source in Source}
         if given["source"] not in names:
             raise must("dtp", "--source", f"one of {', '.join(names)}", given["source"])
         given["source"] = names[given["source"]]
     return gated.GatePolicy(**given)
+
+
+_RUNS = ("attention", "gated", "loops", "commutator")
+"""Units that a workload file can be run on."""
+
+
+def _rows(result: Any) -> list[tuple[str, str]]:
+    if isinstance(result, loops.LoopSimulateResult):
+        return _loop_rows(result)
+    return _commutator_rows(result) if isinstance(result, commutator.CommutatorSimulateResult) else _model_rows(result)
+
+
+def _loop_rows(result: loops.LoopSimulateResult) -> list[tuple[str, str]]:
+    energies = result.energies
+    covered = sum(block.loops > 0 for row in result.blocks for block in row)
+    rows = [
+        ("workload", _shape(result.workload)),
+        ("steps of the transport engine", f"{result.steps} of {result.loops} loops"),
+        ("energies Hol²", f"{min(energies):.4g} to {max(energies):.4g}, mean {sum(energies) / len(energies):.4g}"),
+        *((f"head {n}", f"{head.loops} loops, mean {head.mean:.4g}") for n, head in enumerate(result.heads)),
+        ("blocks with a loop", f"{covered} of {len(result.blocks) ** 2}"),
+        ("cycles, model", str(result.cycles_model)),
+        ("saturated loops", str(result.saturated_loops)),
+    ]
+    if result.transport_errors:
+        rows.append(("errors of the engine", ", ".join(result.transport_errors)))
+    if result.error_worst is not None and result.error_median is not None:
+        errors = f"median {_percent(result.error_median)}, worst {_percent(result.error_worst)}"
+        rows.append((f"error against PyTorch, energies ≥ {loops.LEAST_ENERGY:g}", errors))
+    return rows
+
+
+def _commutator_rows(result: commutator.CommutatorSimulateResult) -> list[tuple[str, str]]:
+    exact = "" if result.ratio_reference is None else f", {result.ratio_reference:.4f} in PyTorch"
+    extra, layer = result.array_cycles_extra, result.array_cycles_layer
+    rows = [
+        ("workload", _shape(result.workload)),
+        (f"‖Δ‖² ÷ ‖Attn(h + Res(h))‖², {result.mode}", f"{result.ratio:.4f}{exact}"),
+        ("the same of each head", ", ".join(f"{ratio:.4f}" for ratio in result.head_ratios)),
+        ("array cycles", f"{extra} more than the layer's {layer}, ratio {extra / layer:.4f}"),
+        ("cycles, model: before, walk, after", f"{result.cycles_before}, {result.cycles_walk}, {result.cycles_after}"),
+        ("saturations", str(result.saturations)),
+    ]
+    if result.delta_error is not None:
+        rows.append(("error of Δ against PyTorch", _percent(result.delta_error)))
+    return rows
 
 
 def _model_rows(result: verbs.SimulateResult) -> list[tuple[str, str]]:
@@ -477,6 +556,7 @@ def cosim_command(
     theta: ThetaOption = None,
     budget: BudgetOption = None,
     weight: WeightOption = None,
+    commutator_mode: ModeOption = None,
     json: JsonOption = None,
 ) -> int:
     """The generated Verilog beside both models.
@@ -486,16 +566,27 @@ def cosim_command(
     """
     _check_json(json)
     policy = _policy(unit, source=source, kept=kept, theta=theta, budget=budget, weight=weight)
+    mode = _mode(unit, commutator_mode)
     conditions: dict[str, Any] = {"waves": waves, "stalls": stalls, "seed": seed}
+    result: Any
+    if mode is not None and conditions.pop("waves") is not None:
+        raise must("dtp", "--waves", "absent with --unit commutator, which runs several simulations", str(waves))
     with _progress() as progress:
-        if policy is None:
-            result = verbs.cosim(config, workload, **conditions, progress=progress)
-        else:
+        if unit == "loops":
+            result = loops.cosim_loops(config, workload, **conditions, progress=progress)
+        elif mode is not None:
+            result = commutator.cosim_commutator(config, workload, mode, **conditions, progress=progress)
+        elif policy is not None:
             result = gated.cosim_gated(config, workload, policy, **conditions, progress=progress)
-    rows = _model_rows(result)
-    rows[3:3] = [("cycles, RTL", "–" if result.cycles_rtl is None else str(result.cycles_rtl))]
+        else:
+            result = verbs.cosim(config, workload, **conditions, progress=progress)
+    rows = _rows(result)
+    place = next(n for n, (title, _) in enumerate(rows) if title.startswith("cycles, model"))
+    title = "cycles, RTL" if mode is None else "cycles, RTL, all runs"
+    rows.insert(place, (title, "–" if result.cycles_rtl is None else str(result.cycles_rtl)))
     rows += [
-        ("outputs compared", str(result.outputs_compared)),
+        ("words compared", str(result.words_compared)) if isinstance(result, Comparison)
+        else ("outputs compared", str(result.outputs_compared)),
         ("bit exact", "yes" if result.bit_exact else "no"),
         ("every beat in the model's cycle", {True: "yes", False: "no", None: "–"}[result.cycles_equal]),
         ("simulated", f"{result.sim_cycles} cycles, {result.sim_cycles_per_s:.0f} a second"),

@@ -94,6 +94,38 @@ def run_unit(
         return result
 
 
+def compared(
+    result: Any,
+    differences: Sequence[str],
+    later: Sequence[str],
+    *,
+    words: int,
+    last_cycle: int | None,
+    waves: str | Path | None,
+    stalls: float,
+    seed: int,
+) -> dict[str, Any]:
+    """Fields of :class:`Comparison` but ``wall_s``.
+
+    Parameters
+    ----------
+    differences, later: one line for each wrong value, and for each channel whose cycles are not the model's
+    """
+    wrong = [*result.faults, *differences]
+    return {
+        "bit_exact": not wrong,
+        "words_compared": words,
+        "cycles_rtl": None if last_cycle is None else last_cycle + 1,
+        "cycles_equal": None if stalls else not later,
+        "differences": (*wrong, *(() if stalls else later)),
+        "stall_probability": float(stalls),
+        "seed": seed,
+        "sim_cycles": result.sim_cycles,
+        "sim_cycles_per_s": result.cycles_per_second,
+        "waves": None if waves is None else Path(waves),
+    }
+
+
 def unequal(name: str, got: Sequence[int], wanted: Sequence[int]) -> list[str]:
     """One line when words of a channel are not those that are wanted."""
     if len(got) != len(wanted):

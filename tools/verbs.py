@@ -159,6 +159,7 @@ class WorkloadSummary:
     frame_rank: int
     metric_rank: int
     transport_columns: int
+    loops: int
     model_width: int
     causal: bool
     kept_fraction: float
@@ -177,6 +178,7 @@ class WorkloadSummary:
             frame_rank=workload.frame_rank,
             metric_rank=workload.metric_rank,
             transport_columns=workload.transport_columns,
+            loops=0 if workload.loops is None else int(workload.loops[-1, 0]) + 1,
             model_width=workload.model_width,
             causal=bool(workload.causal),
             kept_fraction=workload.kept_fraction,
@@ -445,6 +447,7 @@ def workload_random(
     kv_heads: int | None = None,
     transport_rank: int = 0,
     torsion: bool = False,
+    loops: int = 0,
     mlp_width: int = 0,
 ) -> WorkloadResult:
     """Write seeded random tensors, see :func:`tools.workloads.random_workload`; ``block`` goes with ``kept``."""
@@ -468,6 +471,7 @@ def workload_random(
         kv_heads=kv_heads,
         transport_rank=transport_rank,
         torsion=torsion,
+        loops=loops,
         mlp_width=mlp_width,
     )
     return _saved(made, place, start)
@@ -777,20 +781,25 @@ def stream_job(config: Config, heads: Sequence[Any], total_cycles: int, stalls: 
     )
 
 
-def _run_rtl(
-    models: Models,
+def _run_rtl(models: Models, *conditions: Any) -> Any:
+    return run_tile(models.config, models.heads, int(models.prediction.total_cycles), *conditions)
+
+
+def run_tile(
+    config: Config,
+    heads: Sequence[Any],
+    total: int,
     waves: str | Path | None,
     stalls: float,
     seed: int,
     cache_dir: Path | None,
     progress: Progress,
 ) -> Any:
+    """Jobs of about ``total`` cycles on the tile's Verilog; rules may be broken in it."""
     from sim.bench import Backend, run_stream
     from sim.bench.verilated import build
 
-    config = models.config
-    total = int(models.prediction.total_cycles)
-    job = stream_job(config, models.heads, total, stalls, seed)
+    job = stream_job(config, heads, total, stalls, seed)
     with tempfile.TemporaryDirectory(prefix="dtp-") as temporary:
         verilog = Path(temporary) / "top.v"
         progress(f"generating Verilog of {config.name}", None)

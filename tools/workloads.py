@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 import dtp
+from dtp.config import Config
 from dtp.errors import MissingToolError, must
+from dtp.loops import Convention, Extent, LoopGraph, LoopType, sample_loops
 from dtp.workload import NORM_EPSILON, Activation, Mode, TransportKind, Workload, parse_mode
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ def random_workload(
     transport_rank: int = 0,
     transport: TransportKind | str = TransportKind.CAYLEY,
     torsion: bool = False,
+    loops: int = 0,
     mlp_width: int = 0,
 ) -> Workload:
     """Seeded tensors of realistic size: q, k, v ~ N(0, 1), one key in eight resembling some query.
@@ -74,7 +77,9 @@ def random_workload(
     E‖U_t‖_F² = 0.25·R·r, tokens differ by up to a factor of four, and Ω_t = softplus(0)·‖U_t‖_F² [RA (21)].
 
     With a transport rank, runs of 8 to 40 tokens of a head share most of their factors, so that holonomy is small
-    within a run and large between runs; each column has about the norm 1, L and R the gate 0.25. With an MLP width,
+    within a run and large between runs; each column has about the norm 1, L and R the gate 0.25. Loops of type A pair
+    each head with the next one, as :func:`dtp.loops.sample_loops` draws them; without inverses, of linear transports,
+    they have the convention ``destination``. With an MLP width,
     q, k and v are the projections of hidden states, d_model = H·d, which stand beside them with the layer's matrices.
 
     Parameters
@@ -86,6 +91,7 @@ def random_workload(
     blend : μ, read in blended mode alone.
     transport_rank : r_T, or 0 for no transports.
     transport, torsion : kind of the transports, and whether they have torsion; read with a transport rank.
+    loops : how many, or 0; they need transports, two heads and two tokens.
     mlp_width : f, or 0 for no layer beside the attention.
 
     Raises
@@ -101,11 +107,13 @@ def random_workload(
     for name, value in counts.items():
         if not 1 <= value <= _MOST:
             raise must("random_workload", name, f"an integer from 1 to {_MOST}", value)
-    for name, value in {"transport_rank": transport_rank, "mlp_width": mlp_width}.items():
+    for name, value in {"transport_rank": transport_rank, "loops": loops, "mlp_width": mlp_width}.items():
         if value < 0:
             raise must("random_workload", name, "an integer of at least 0", value)
     if torsion and not transport_rank:
         raise must("random_workload", "torsion", "off without a transport_rank", torsion)
+    if loops and not (transport_rank and heads > 1 and tokens > 1):
+        raise must("random_workload", "loops", "0 without a transport_rank, two heads and two tokens", loops)
     if transport_rank > width:
         raise must("random_workload", "transport_rank", f"at most the width {width}", transport_rank)
     if heads % kv_heads:
@@ -145,6 +153,12 @@ def random_workload(
     if transport_rank:
         sizes = (heads, tokens, width, transport_rank)
         fields |= _random_transports(np.random.default_rng([seed, 1]), sizes, transport, torsion)
+    if loops:
+        extent = Extent(tokens=tokens, layers=1, heads=heads, probes=heads, block=block or Config.load("tiny").block)
+        cayley = TransportKind(transport) is TransportKind.CAYLEY
+        convention = Convention.FRAME if cayley else Convention.DESTINATION
+        drawn = sample_loops(LoopGraph(extent), LoopType.A, loops, seed, convention=convention)
+        fields["loops"] = drawn.program.to_array()
     if mlp_width:
         layer = _random_layer(np.random.default_rng([seed, 2]), tokens, heads * width, kv_heads * width, mlp_width)
         fields |= layer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,12 @@ import pytest
 
 import rtl.units
 from dtp.config import PRESETS, Config
-from dtp.fixed import Int
-from dtp.kernel import MAX_WAIT, Step, StepKind, execute
-from dtp.matrix import bias_words, padded, weight_entries, words
+from dtp.kernel import MAX_WAIT, Step, StepKind
 from dtp.solve import MiddleMode
 from dtp.transport import TransportParams
 from dtp.units import Unit
 from rtl.units import field_params, loop_params, pruner_params
-from sim.bench.channels import ChannelJob, ChannelResult, Sink, Source, pack_fields, run_channels
-from sim.cycles.commutator import program_timing
+from sim.bench.channels import ChannelJob, ChannelResult, Sink, Source, run_channels
 from sim.cycles.holonomy import field_timing
 from sim.cycles.loops import unit_timing
 from sim.cycles.pruner import head_timing
@@ -31,7 +28,10 @@ from tests.rtl import test_holonomy as fields
 from tests.rtl import test_holonomy_engine as programs
 from tests.rtl import test_pruner as pruning
 from tests.rtl import test_transport as transports
-from tests.tile import design_of, lint, verilog_of
+from tests.tile import lint, verilog_of
+from tools.commutator import Part, part_channels
+from tools.loops import loop_channels
+from tools.units import packer, with_last
 
 Records = list[tuple[int, int]]  # payload, and the first cycle in which it may be offered
 
@@ -98,18 +98,6 @@ class Case:
         return found
 
 
-def packed(case: tuple[Config, Unit], port: str) -> Callable[[Mapping[str, Any]], int]:
-    """What makes a payload of the fields that the manifest names for a port."""
-    ports = {entry["name"]: entry for entry in design_of(*case).manifest["ports"]}
-    return lambda values: pack_fields(ports[port]["fields"], values)
-
-
-def with_last(config: Config, unit: Unit, channel: str, data: Sequence[int], last: Iterable[int]) -> list[int]:
-    """Payloads of a channel with tdata and tlast."""
-    bits = {entry["name"]: entry["bits"] for entry in design_of(config, unit).manifest["ports"]}[f"{channel}_tdata"]
-    return [value | int(end) << bits for value, end in zip(data, last, strict=True)]
-
-
 def at_once(payloads: Iterable[int]) -> Records:
     return [(payload, 0) for payload in payloads]
 
@@ -163,9 +151,9 @@ def holonomy(config: Config) -> Case:
     params, random = field_params(config), np.random.default_rng(21)
     lengths = (3 * config.block + 5, config.block, 2, 2 * config.block + 1)
     heads = [fields._head(params, random, tokens=n, causal=n % 2 == 1) for n in lengths]
-    job = packed((config, Unit.HOLONOMY), "s_axis_job_tdata")
-    word = packed((config, Unit.HOLONOMY), "s_axis_tdata")
-    score = packed((config, Unit.HOLONOMY), "m_axis_tdata")
+    job = packer(config, Unit.HOLONOMY, "s_axis_job_tdata")
+    word = packer(config, Unit.HOLONOMY, "s_axis_tdata")
+    score = packer(config, Unit.HOLONOMY, "m_axis_tdata")
     jobs = [
         job({
             "tokens": h.job.tokens, "words": h.job.words, "causal": int(h.job.causal), "shifts": h.job.shifts,
@@ -198,34 +186,23 @@ def holonomy(config: Config) -> Case:
 def loops(config: Config) -> Case:
     """Loops of type B and of type C, two programs behind each other, on random Cayley transports."""
     drawn = programs.drawn_programs(config, heads=loop_params(config).heads)
-    params, unit = loop_params(config), Unit.LOOPS
-    table = [programs.run(config, params, program, drawn) for program in drawn.programs]
-    header, step, start, factor, report = (
-        packed((config, unit), f"{name}_tdata")
-        for name in ("s_axis_header", "s_axis_step", "s_axis_start", "s_axis_factors", "m_axis")
-    )
-    words = [word for one in table for word in one.starts]
-    vectors, ends_of_vectors = [start({"": word["data"]}) for word in words], [word["last"] for word in words]
-    walks = [walk for one in table for walk in one.walks]
-    ends = [header["last"] for one in table for header in one.headers]
+    table = [programs.run(config, loop_params(config), program, drawn) for program in drawn.programs]
+    sent = [loop_channels(config, one) for one in table]
 
     def cycles(result: ChannelResult) -> dict[str, Sequence[int]]:
-        timing = unit_timing(config, params, [[job for job, _ in walk] for walk in walks], [bool(e) for e in ends])
+        walks = [walk for one in table for walk in one.walks]
+        ends = [bool(header["last"]) for one in table for header in one.headers]
+        timing = unit_timing(config, loop_params(config), walks, ends)
         return {
             "s_axis_step": timing.steps.tolist(), "s_axis_header": timing.headers.tolist(),
             "m_axis": timing.reports.tolist(),
         }  # fmt: skip
 
     return Case(
-        unit,
+        Unit.LOOPS,
         config,
-        {
-            "s_axis_header": at_once(header(values) for one in table for values in one.headers),
-            "s_axis_start": at_once(with_last(config, unit, "s_axis_start", vectors, ends_of_vectors)),
-            "s_axis_step": at_once(step(values) for one in table for values in one.steps),
-            "s_axis_factors": at_once(factor({"": word.reshape(-1, 4)}) for one in table for word in one.factors),
-        },
-        {"m_axis": [report(values) for one in table for values in one.reports]},
+        {name: at_once(payload for inputs, _ in sent for payload in inputs[name]) for name in sent[0][0]},
+        {"m_axis": [payload for _, reports in sent for payload in reports]},
         {"error": 0, "transport_error": 0},
         cycles,
         {"floor": 1},
@@ -250,7 +227,7 @@ def pruner(config: Config) -> Case:
     heads.append(replace(exact, command=replace(told[-1], theta_low=theta, theta_high=theta)))
     golden = pruning.golden(params, heads)
     command, table, mask, report = (
-        packed((config, Unit.PRUNER), f"{name}_tdata")
+        packer(config, Unit.PRUNER, f"{name}_tdata")
         for name in ("s_axis_command", "s_axis_i_table", "m_axis", "m_axis_report")
     )
     sources = {
@@ -322,80 +299,19 @@ def commutator(config: Config, part: str) -> Case:
     halves = kernels.halves(kernel, kernels.CommutatorMode.FULL, np.random.default_rng(41))
     state = kernels.group_rows(kernel, kernel.hidden)[:1]
     program, loads = {"before": halves[0], "after": halves[1], "stores": (stores(kernel), state)}[part]
-    wanted = execute(kernel, program, loads)
-    step, word, entry, bias, output, energy = (
-        packed((config, Unit.COMMUTATOR), f"{name}_tdata")
-        for name in ("s_axis_step", "s_axis", "s_axis_w", "s_axis_bias_write", "m_axis", "m_axis_energy")
-    )
-    biases = []
-    for first in {s.matrix: s for s in program if s.job is not None}.values():
-        values = kernel.matrices[first.matrix].bias
-        if values is not None and first.job is not None:
-            biases += [
-                bias({"addr": first.bias_base + n, "data": joined(column, 24)})
-                for n, column in enumerate(bias_words(config, first.job, values))
-            ]
-    entries = [
-        entry({"": values.tolist()})
-        for s in program
-        if s.job is not None
-        for values in weight_entries(config, s.job, kernel.matrices[s.matrix].weights)
-    ]
-    data, last = [], []
-    for outputs in wanted.stored:
-        whole = words(config, padded(outputs, config.rows, config.chunks(outputs.shape[1]) * config.block))
-        data += [output({"": values.tolist()}) for values in whole]
-        last += [int(n == len(whole) - 1) for n in range(len(whole))]
-    records = [
-        energy({
-            "difference": int(e.difference[row]), "reference": int(e.reference[row]), "ratio": int(e.ratio[row]),
-            "last": int(row == config.rows - 1),
-        })
-        for e in wanted.energies
-        for row in range(config.rows)
-    ]  # fmt: skip
-
-    start = 2 * len(biases) + 50  # biases are there before the first step
+    made = Part.of(kernel, program, loads)
+    sent = part_channels(made)
 
     def cycles(result: ChannelResult) -> dict[str, Sequence[int]]:
-        timing = program_timing(config, program, wanted.variances, start=start)
-        return {
-            "s_axis_step": timing.steps.tolist(), "s_axis": timing.words.tolist(), "s_axis_w": timing.weights.tolist(),
-            "m_axis": timing.outputs.tolist(), "m_axis_energy": timing.energies.tolist(),
+        timing = made.timing(sent.start)
+        of_channels = {
+            "s_axis_step": timing.steps, "s_axis": timing.words, "s_axis_w": timing.weights, "m_axis": timing.outputs,
+            "m_axis_energy": timing.energies,
         }  # fmt: skip
+        return {name: cycles.tolist() for name, cycles in of_channels.items() if len(cycles)}
 
-    return Case(
-        Unit.COMMUTATOR,
-        config,
-        {
-            "s_axis_step": [(step(step_values(config, s)), start) for s in program],
-            "s_axis": at_once(word({"": values.tolist()}) for load in loads for values in words(config, load)),
-            "s_axis_w": at_once(entries),
-            "s_axis_bias_write": at_once(biases),
-        },
-        {"m_axis": with_last(config, Unit.COMMUTATOR, "m_axis", data, last), "m_axis_energy": records},
-        {"saturations": wanted.saturations, "sum_saturations": wanted.sum_saturations, "idle": 1},
-        cycles,
-    )
-
-
-def joined(values: Int, bits: int) -> int:
-    return sum((int(value) & ((1 << bits) - 1)) << bits * n for n, value in enumerate(values))
-
-
-def step_values(config: Config, step: Step) -> dict[str, int]:
-    """Fields of a step's payload."""
-    own = ("kind", "wait", "target", "source", "residual", "normalise", "store")
-    numbers = ("feed_gain", "shift", "scale", "out_shift", "activation", "wide")
-    job = step.job
-    values = {name: int(getattr(step, name)) for name in own}
-    values |= {
-        "words": step.words(config), "width": step.width if job is None else job.width, "addend": step.addend or 0,
-        "adds": int(step.addend is not None and step.kind is StepKind.MATRIX),
-        "job.chunks": 0 if job is None else job.chunks(config), "job.blocks": 0 if job is None else job.blocks(config),
-        "job.has_bias": int(job is not None and job.bias), "job.bias_base": step.bias_base,
-    }  # fmt: skip
-    return values | {f"job.{name}": 0 if job is None else int(getattr(job, name)) for name in numbers}
+    inputs = {name: list(source.records) for name, source in sent.sources(0.0).items()}
+    return Case(Unit.COMMUTATOR, config, inputs, sent.outputs, sent.plain, cycles)
 
 
 # ---- tests -------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from dtp.matrix import Activation, MatrixParams, bias_words, padded, weight_entr
 from rtl.commutator import CommutatorUnit
 from sim.cycles.commutator import LayerShape, array_cycles, extra_passes, plain_passes, program_timing
 from tests.dtp.test_commutator import layer_of
+from tools.commutator import group_rows, interleaved, step_values
 
 _TINY = Config.load("tiny")
 CONFIGS = {
@@ -65,20 +66,9 @@ def simulate(
     limit = 3000 + 40 * len(program) * 200 + 20 * (len(feeds) + len(entries))
 
     def set_step(ctx: Any, step: Step) -> None:
-        payload = dut.step.payload
-        for name in ("kind", "wait", "target", "source", "residual", "normalise", "store"):
-            ctx.set(getattr(payload, name), getattr(step, name))
-        ctx.set(payload.addend, step.addend or 0)
-        ctx.set(payload.adds, step.addend is not None and step.kind is StepKind.MATRIX)
-        ctx.set(payload.words, step.words(config))
-        ctx.set(payload.width, step.width if step.job is None else step.job.width)
-        if step.job is not None:
-            ctx.set(payload.job.chunks, step.job.chunks(config))
-            ctx.set(payload.job.blocks, step.job.blocks(config))
-            ctx.set(payload.job.has_bias, step.job.bias)
-            ctx.set(payload.job.bias_base, step.bias_base)
-            for name in ("feed_gain", "shift", "scale", "out_shift", "activation", "wide"):
-                ctx.set(getattr(payload.job, name), getattr(step.job, name))
+        for name, value in step_values(config, step).items():
+            field, payload = name.removeprefix("job."), dut.step.payload
+            ctx.set(getattr(payload if field == name else payload.job, field), value)
 
     async def bench(ctx: Any) -> None:
         for step in {s.matrix: s for s in program if s.job is not None}.values():
@@ -182,23 +172,6 @@ def check_cycles(kernel: Kernel, program: list[Step], wanted: Executed, run: Run
     assert run.taken[2] == timing.weights.tolist()
     assert run.given[0] == timing.outputs.tolist()
     assert run.given[1] == timing.energies.tolist()
-
-
-def group_rows(kernel: Kernel, state: np.ndarray) -> list[np.ndarray]:
-    rows = kernel.config.rows
-    whole = padded(state, kernel.config.groups(len(state)) * rows, state.shape[1])
-    return [whole[n : n + rows] for n in range(0, len(whole), rows)]
-
-
-def interleaved(program: list[Step], loads: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """Loads of each group in the order of the program; ``loads`` are the tensors a group loads one after the other."""
-    turn: dict[int, int] = {}
-    result = []
-    for step in program:
-        if step.kind is StepKind.LOAD:
-            result.append(loads[turn.get(step.group, 0)][step.group])
-            turn[step.group] = turn.get(step.group, 0) + 1
-    return result
 
 
 def halves(

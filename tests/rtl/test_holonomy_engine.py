@@ -14,7 +14,6 @@ from amaranth.sim import Simulator
 from dtp.config import Config
 from dtp.fixed import Int
 from dtp.holonomy import (
-    BINS,
     FieldJob,
     FieldParams,
     LoopAccounts,
@@ -40,6 +39,7 @@ from dtp.transport import (
 from rtl.holonomy import HolonomyField
 from rtl.loops import LoopUnit
 from rtl.transport import TransportCore
+from tools.loops import Sent, job_fields, send
 
 _TINY = Config.load("tiny")
 CONFIGS = {
@@ -51,16 +51,6 @@ CONFIGS = {
 def _factors(config: Config, random: np.random.Generator, count: int, width: int) -> QuantisedFactors:
     a, b = (random.standard_normal((count, width, 2)) / np.sqrt(width) for _ in range(2))
     return quantise_solve(config, MiddleMode.CAYLEY, connection_columns(a, b, cayley=True)[0])
-
-
-def _job(job: TransportJob) -> dict[str, Any]:
-    return {
-        "mode": int(job.mode), "last_group": job.groups - 1, "last_word": job.words - 1,
-        "last_token": job.tokens - 1, "plain": int(job.plain), "transposed": int(job.transposed),
-        "separate": int(job.separate), "identity": int(job.identity), "base": int(job.base),
-        "project_shift": job.project_shift, "gram_shift": job.gram_shift, "unit": job.unit,
-        "weights": list(job.weights),
-    }  # fmt: skip
 
 
 def _feed(port: Any, payloads: Sequence[Any], random: np.random.Generator) -> Callable[..., Any]:
@@ -131,7 +121,7 @@ def test_field_behind_the_engine(name: str) -> None:
     simulator = Simulator(m)
     simulator.add_clock(1e-8)
     for port, payloads in (
-        (engine.job, [_job(back)]),
+        (engine.job, [job_fields(back)]),
         (engine.factors, [word for token in factor_words(config, back, heads[1].v) for word in token]),
         (engine.state, list(states.reshape(tokens * words, -1))),
         (field.job, [{"tokens": tokens, "words": words, "causal": 0, **constants}]),
@@ -158,18 +148,6 @@ class Drawn:
         return replace(job, tokens=1), self.factors.v[self.where[step.kind, step.node, step.head]][None]
 
 
-@dataclass(frozen=True, eq=False)
-class Sent:
-    """A program on the ports: headers, start words, steps, factor words, the steps by loop; and its reports."""
-
-    headers: list[dict[str, Any]]
-    starts: list[dict[str, Any]]
-    steps: list[dict[str, Any]]
-    factors: list[Int]
-    walks: list[list[tuple[TransportJob, Int]]]
-    reports: list[dict[str, Any]]
-
-
 def drawn_programs(config: Config, *, heads: int, seed: int = 2) -> Drawn:
     """Type B and C loops over two layers."""
     random = np.random.default_rng(seed)
@@ -194,39 +172,8 @@ def run(config: Config, params: LoopParams, program: Program, drawn: Drawn) -> S
         result = transport(config, job, v, state[None, None])
         return result.outputs[0, 0], bool(result.saturations)
 
-    table = run_program(program, drawn.probes, golden, LoopAccounts(params, floor=1))
-    sent = Sent([], [], [], [], [], [])
-    for record, header, loop in zip(table.records, program.headers, program.loops, strict=True):
-        sent.reports.append({
-            "kind": int(ReportKind.LOOP), "index": record.tag, "numbers": (record.start, record.end, record.difference),
-            "ratio": record.ratio, "saturated": int(record.saturated), "last": 0,
-        })  # fmt: skip
-        sent.headers.append({
-            "tag": header.tag, "used": len(header.heads), "heads": (*header.heads, 0, 0)[:2],
-            "block": header.block[0] * params.blocks + header.block[1],
-            "last": int(header.tag == len(program.loops) - 1),
-        })  # fmt: skip
-        vector = drawn.probes[loop[0].probe].reshape(-1, params.lanes).tolist()
-        sent.starts.extend({"data": word, "last": int(n == len(vector) - 1)} for n, word in enumerate(vector))
-        walk = [step for edge in loop for step in steps(edge)]
-        sent.walks.append([drawn.chosen(config, step) for step in walk])
-        for n, (step, (job, v)) in enumerate(zip(walk, sent.walks[-1], strict=True)):
-            sent.steps.append(
-                {f"job.{name}": value for name, value in _job(job).items()}
-                | {"transposed": int(step.inverse), "first": int(n == 0), "last": int(n == len(walk) - 1)}
-            )
-            sent.factors.extend(factor_words(config, job, v)[0])
-    rows = [
-        (kind, n, tuple(int(v) for v in row))
-        for kind, entries in ((ReportKind.HEAD, table.heads), (ReportKind.BLOCK, table.blocks))
-        for n, row in enumerate(zip(entries.sums, entries.maxima, entries.counts, strict=True))
-    ]
-    rows += [(ReportKind.BIN, n, (0, 0, int(table.bins[n]))) for n in range(BINS)]
-    sent.reports.extend(
-        {"kind": int(kind), "index": n, "numbers": numbers, "ratio": 0, "saturated": 0, "last": int(end == len(rows))}
-        for end, (kind, n, numbers) in enumerate(rows, 1)
-    )
-    return sent
+    accounts = run_program(program, drawn.probes, golden, LoopAccounts(params, floor=1))
+    return send(config, program, drawn.probes, lambda step: drawn.chosen(config, step), accounts)
 
 
 def _nested(steps_in: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -124,7 +124,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("options", "message"),
     [
         (["--kept", "0.5"], "dtp.--kept must be absent without --unit gated, not 0.5"),
-        (["--unit", "pruner"], "dtp.--unit must be attention or gated, not 'pruner'"),
+        (["--unit", "pruner"], "dtp.--unit must be one of attention, gated, loops, commutator, not 'pruner'"),
         (["--unit", "gated", "--source", "x"], "dtp.--source must be one of holonomy, table, both, not 'x'"),
         (["--unit", "gated", "--source", "table"], "Workload.scores must be there for scores of a table, not None"),
     ],

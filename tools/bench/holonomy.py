@@ -26,17 +26,16 @@ from dtp.transport import (
     quantise_state,
     transport,
 )
-from dtp.workload import TransportKind, Workload
+from dtp.workload import Workload
 from tools.bench.cases import Case
 from tools.bench.measured import Bench, Measured, Sheet
+from tools.loops import LEAST_ENERGY, exact_transports, walk_loops
 
 Real = NDArray[np.float64]
 
 LEAST_CORRELATION = 0.99
 ROUNDING = 2.0
 """Largest difference of a score to the mean of the rounded factors, in its last place: one of the engine, one of it."""
-LEAST_ENERGY = 1e-3
-"""Errors of smaller energies are not counted."""
 LOOP_ERRORS = {16: (0.01, 0.01), 8: (0.03, 0.10)}
 """Largest median and largest worst relative error, by bits of the factors."""
 AGREEING = {16: 1e-4, 8: 1e-3}
@@ -62,16 +61,6 @@ def digit_layers(bench: Bench, case: Case) -> Iterator[tuple[str, Workload]]:
                 f"{case.source} model, layer {layer}, image {image}",
                 digits_workload([image], layer, model=case.source),
             )
-
-
-def exact_transports(workload: Workload) -> Real:
-    """P (H, L, d, d) in float64 by the papers' formulas, the Cayley transform by a d × d solve."""
-    import torch
-
-    from dtp.reference.holonomy import Transport
-
-    a, b, left, right = (torch.from_numpy(factor) for factor in _factors(workload))
-    return np.asarray(Transport(TransportKind.CAYLEY, a, b, left, right, workload.torsion_gate or 0.0).matrices())
 
 
 def _factors(workload: Workload) -> tuple[Real, ...]:
@@ -276,19 +265,6 @@ def run_loops(config: Config, program: Program, probes: Int, engine: Engine) -> 
     for header, start, end in zip(program.headers, starts, states, strict=True):
         accounts.add(header, start, end, saturated=bool(saturated))
     return Walked(np.array([record.ratio for record in accounts.records]) * 2.0**-RATIO_BITS, saturated, error)
-
-
-def walk_loops(program: Program, transports: Real, probes: Real) -> Real:
-    """Energy of every loop by the literal walk in float64; orthogonal transports (H, L, d, d)."""
-    found = []
-    for loop in program.loops:
-        start = end = probes[loop[0].probe]
-        for edge in loop:
-            for step in steps(edge):
-                matrix = transports[step.head, step.node.token]
-                end = (matrix.T if step.inverse else matrix) @ end
-        found.append(float(((end - start) ** 2).sum() / (start**2).sum()))
-    return np.array(found)
 
 
 def _extent(config: Config, workload: Workload) -> Extent:
