@@ -202,14 +202,13 @@ class _KernelCycles:
         straight = self._state in ("straight", "straight end")
         read_there = self._reads.popleft()
         word = mode.loading and ((straight and read_there) or self._layernorm.offers)
-        pops = mode.loading and not straight
         last = bool(self._program) and self._count == self._program[0].words(self._config) - 1
         normed = (self._program[0].words(self._config), self._variances[0]) if self._state == "give" else None
 
         cycle = self._advance(last, writes=writes, written=self._writes.popleft(), read_there=read_there)
         self._reads.append(cycle.reads and not writes)
         self._writes.append(writes)
-        self._layernorm.step(normed if cycle.gives else None, pops)
+        self._layernorm.step(normed if cycle.gives else None, mode.loading)
         self._norm.step(cycle.compares, last=last)
         job = None if cycle.opens is None else cycle.opens.job
         if mode.step(job, word, len(self.weights) < self._entries, takes):
