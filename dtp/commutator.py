@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dtp.attention import golden as attention_golden
 from dtp.config import BIAS_BITS, Config
 from dtp.difference import Energies, energies
-from dtp.errors import must
+from dtp.errors import DtpError, must
 from dtp.fixed import Int, overflows, saturate, signed_range
 from dtp.layernorm import fraction_bits, layernorm
 from dtp.matrix import (
@@ -36,7 +36,7 @@ from dtp.matrix import (
 )
 from dtp.quantise import Head
 from dtp.quantise import quantise as quantise_heads
-from dtp.workload import Mode, Workload
+from dtp.workload import NORM_EPSILON, Mode, Workload
 
 Real = NDArray[np.float64]
 
@@ -65,6 +65,7 @@ class Layer:
     heads: H
     activation: ReLU or GELU
     mode, causal, temperature, blend, frame, metric_factor, curvature, valid_length: as :class:`dtp.workload.Workload`
+    norm_epsilon: ε of both LayerNorms in float; the hardware's have none
 
     Raises
     ------
@@ -97,6 +98,7 @@ class Layer:
     metric_factor: Real | None = None
     curvature: Real | None = None
     valid_length: int | None = None
+    norm_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         if self.hidden.ndim != 2:
@@ -123,6 +125,11 @@ class Layer:
         return int(self.hidden.shape[0])
 
     @property
+    def valid(self) -> int:
+        """Tokens before the padding."""
+        return self.valid_length or self.tokens
+
+    @property
     def model(self) -> int:
         """M, d_model."""
         return int(self.hidden.shape[1])
@@ -141,15 +148,17 @@ class Layer:
     def of(cls, workload: Workload) -> Layer:
         """The layer beside the attention of a workload file; a key head that several heads share is repeated.
 
-        The hardware's LayerNorm divides by the root of the variance alone, so that ``norm_epsilon`` is not read.
+        Queries, keys and values are those of the hidden states: the file's q, k and v and their scales are not read.
 
         Raises
         ------
         DtpError
-            for a workload without hidden states
+            for a workload without hidden states, or with a block mask, which the commutator's walks have not
         """
         if workload.hidden is None or workload.activation is None:
             raise must("Layer", "hidden", "there for a commutator", None)
+        if workload.block_mask is not None:
+            raise must("Workload", "block_mask", "absent for a commutator", workload.block_mask.shape)
         names = ("w_q", "w_k", "w_v", "w_o", "mlp_in", "mlp_out", "b_q", "b_k", "b_v", "b_o", "ln_attn", "ln_mlp")
         given: dict[str, Any] = {"hidden": workload.hidden} | {name: getattr(workload, name) for name in names}
         given |= {"b_in": workload.b_mlp_in, "b_out": workload.b_mlp_out}
@@ -161,6 +170,7 @@ class Layer:
                 given[name] = heads.repeat(shared, axis=0).reshape(-1, *given[name].shape[1:])
         for name in ("mode", "causal", "temperature", "blend", "frame", "metric_factor", "curvature", "valid_length"):
             given[name] = getattr(workload, name)
+        given["norm_epsilon"] = NORM_EPSILON if workload.norm_epsilon is None else workload.norm_epsilon
         return cls(**given, heads=workload.heads, activation=Activation[workload.activation.name])
 
     def workload(self, q: Real, k: Real, v: Real, scales: Mapping[str, float]) -> Workload:
@@ -180,7 +190,7 @@ class Layer:
             causal=self.causal,
             temperature=self.temperature,
             blend=self.blend,
-            valid_length=self.valid_length or self.tokens,
+            valid_length=self.valid,
             q_scale=(scales["q"],),
             k_scale=(scales["k"],),
             v_scale=(scales["v"],),
@@ -470,28 +480,39 @@ class _Calibration:
         if inner:
             real = np.maximum(real, 0.0)
         most = float(np.abs(real).max() or 1.0)
-        wide = inner or out_unit is not None
+        wide, chooses = inner or out_unit is not None, False
         if activation is Activation.GELU:
             out_shift = max(0, math.ceil(math.log2(max(most * 2.0**GELU_FRACTION_BITS, 1.0) / state_limit)))
             out_unit = 2.0 ** (out_shift - GELU_FRACTION_BITS)
         else:
             out_shift = _WIDE_SHIFT if wide else _WIDE_SHIFT + STATE_BITS - c.operand_bits
             if out_unit is None:
+                chooses = True
                 out_unit = most / (state_limit if wide else limit) * 1.02
-        # A matrix of zeros leaves the unit of the biases free.
-        weight_scale = float(np.abs(weight).max()) / limit
-        sum_unit = feed_unit * weight_scale * 2.0 ** MatrixParams(c).sum_shift
-        if not weight.any():
-            weight_scale, sum_unit = 1.0, out_unit * 2.0**-12
-        weights = np.rint(weight / weight_scale).astype(np.int64)
+        # Weights are as large as they can be, but biases keep their width.
+        per_weight = feed_unit * 2.0 ** MatrixParams(c).sum_shift
+        sum_unit = per_weight * float(np.abs(weight).max()) / limit
+        if bias is not None:
+            sum_unit = max(sum_unit, float(np.abs(bias).max()) / signed_range(BIAS_BITS)[1])
+        sum_unit = sum_unit or out_unit * 2.0**-12
+        weights = np.rint(weight * (per_weight / sum_unit)).astype(np.int64)
         biases = None if bias is None else saturate(np.rint(bias / sum_unit), BIAS_BITS)
+        if chooses:
+            # Of an activation that lets little through the sums are much larger than the outputs.
+            out_unit = max(out_unit, sum_unit * 2.0 ** -(ALIGN_LEFT - 1))
+        factor, before = sum_unit / out_unit, out_shift
         if activation is Activation.GELU:
-            shift, scale = scaling(sum_unit * 2.0**GELU_FRACTION_BITS, 0)
+            factor, before = sum_unit * 2.0**GELU_FRACTION_BITS, 0
         else:
             # Sums of few or small products have less bits than an output could hold.
-            while out_shift and sum_unit / out_unit >= 2.0 ** (ALIGN_LEFT - out_shift - 1):
+            while out_shift and factor >= 2.0 ** (ALIGN_LEFT - out_shift - 1):
                 out_shift -= 1
-            shift, scale = scaling(sum_unit / out_unit, out_shift)
+            before = out_shift
+        try:
+            shift, scale = scaling(factor, before)
+        except DtpError:
+            rule = "of a size beside what it reads whose sums the scales of the requantiser reach"
+            raise must("Layer", weight_name, rule, f"a unit of {factor:.3g} units of the output") from None
         job = MatrixJob(
             width=weight.shape[1], columns=weight.shape[0], feed_gain=gain, shift=shift, scale=scale,
             out_shift=out_shift, activation=activation, wide=wide, bias=biases is not None,

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from dtp.config import Config
-from dtp.errors import must
+from dtp.errors import DtpError, must
 from dtp.solve import MiddleMode
 from dtp.transport import QuantisedFactors, connection_columns, quantise_linear, quantise_solve
 from dtp.workload import TransportKind, Workload
@@ -43,7 +43,7 @@ def quantise_connections(config: Config, workload: Workload, tokens: int) -> Con
 
     Raises
     ------
-    DtpError: no connection, more columns than the engine takes at once, or columns too long for ``factor_bits``.
+    DtpError: no connection, more columns than the engine takes at once, or columns too long or too short for it.
     """
     if workload.connection_a is None or workload.connection_b is None:
         raise must("Workload", "connection_a", "there for transports", None)
@@ -56,12 +56,16 @@ def quantise_connections(config: Config, workload: Workload, tokens: int) -> Con
         rule = f"of at most {config.transport_columns} columns with connection_b and torsion"
         raise must("Workload", "connection_a", rule, k)
     flat = columns.reshape(-1, width, k)
-    if not cayley:
-        factors = quantise_linear(config, MiddleMode.SYMPLECTIC, flat, weights)
-        return Connections(heads, tokens, MiddleMode.SYMPLECTIC, replace(factors, headroom_bits=LINEAR_HEADROOM_BITS))
-    factors = quantise_solve(config, MiddleMode.CAYLEY, flat)
+    longest = f"columns of length {float(np.sqrt((columns**2).sum(axis=2)).max()):.3g}"
+    try:
+        if not cayley:
+            made = quantise_linear(config, MiddleMode.SYMPLECTIC, flat, weights)
+            return Connections(heads, tokens, MiddleMode.SYMPLECTIC, replace(made, headroom_bits=LINEAR_HEADROOM_BITS))
+        factors = quantise_solve(config, MiddleMode.CAYLEY, flat)
+    except DtpError:
+        rule = "with connection_b (and torsion) neither too strong nor too weak for the engine's shifts and weights"
+        raise must("Workload", "connection_a", rule, longest) from None
     if int(np.abs(factors.v).max()) >= 1 << (config.factor_bits - 1):
         rule = f"with connection_b (and torsion) weak enough for factor_bits {config.factor_bits}"
-        longest = float(np.sqrt((columns**2).sum(axis=2)).max())
-        raise must("Workload", "connection_a", rule, f"columns of length {longest:.3g}")
+        raise must("Workload", "connection_a", rule, longest)
     return Connections(heads, tokens, MiddleMode.CAYLEY, factors)

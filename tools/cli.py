@@ -492,14 +492,19 @@ def _commutator_rows(result: commutator.CommutatorSimulateResult) -> list[tuple[
     rows = [
         ("workload", _shape(result.workload)),
         (f"‖Δ‖² ÷ ‖Attn(h + Res(h))‖², {result.mode}", f"{result.ratio:.4f}{exact}"),
-        ("the same of each head", ", ".join(f"{ratio:.4f}" for ratio in result.head_ratios)),
+        ("the same of each head", _numbers_of(result.head_ratios)),
         ("array cycles", f"{extra} more than the layer's {layer}, ratio {extra / layer:.4f}"),
         ("cycles, model: before, walk, after", f"{result.cycles_before}, {result.cycles_walk}, {result.cycles_after}"),
         ("saturations", str(result.saturations)),
     ]
-    if result.delta_error is not None:
+    if result.delta_error is not None and result.head_ratios_reference is not None:
+        rows.insert(3, ("heads in PyTorch", _numbers_of(result.head_ratios_reference)))
         rows.append(("error of Δ against PyTorch", _percent(result.delta_error)))
     return rows
+
+
+def _numbers_of(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4f}" for value in values)
 
 
 def _model_rows(result: verbs.SimulateResult) -> list[tuple[str, str]]:
@@ -582,13 +587,19 @@ def cosim_command(
             result = verbs.cosim(config, workload, **conditions, progress=progress)
     rows = _rows(result)
     place = next(n for n, (title, _) in enumerate(rows) if title.startswith("cycles, model"))
-    title = "cycles, RTL" if mode is None else "cycles, RTL, all runs"
-    rows.insert(place, (title, "–" if result.cycles_rtl is None else str(result.cycles_rtl)))
+    measured = "–" if result.cycles_rtl is None else str(result.cycles_rtl)
+    if isinstance(result, commutator.CommutatorCosimResult):
+        rows.insert(place + 1, ("cycles of all runs: RTL, model", f"{measured}, {result.cycles_runs}"))
+    else:
+        rows.insert(place, ("cycles, RTL", measured))
+    alone = isinstance(result, Comparison)
     rows += [
-        ("words compared", str(result.words_compared)) if isinstance(result, Comparison)
-        else ("outputs compared", str(result.outputs_compared)),
+        ("words compared", str(result.words_compared)) if alone else ("outputs compared", str(result.outputs_compared)),
         ("bit exact", "yes" if result.bit_exact else "no"),
-        ("every beat in the model's cycle", {True: "yes", False: "no", None: "–"}[result.cycles_equal]),
+        (
+            "cycles as in the model" if alone else "every beat in the model's cycle",
+            {True: "yes", False: "no", None: "–"}[result.cycles_equal],
+        ),
         ("simulated", f"{result.sim_cycles} cycles, {result.sim_cycles_per_s:.0f} a second"),
     ]
     console = _console()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dtp.attention import golden as attention_golden
 from dtp.commutator import CommutatorMode, CommutatorResult, Kernel, Layer, golden, quantise
 from dtp.config import BIAS_BITS, Config
-from dtp.difference import RATIO_FRACTION_BITS, Energies
+from dtp.difference import RATIO_FRACTION_BITS
 from dtp.errors import must
 from dtp.fixed import Int
 from dtp.kernel import Executed, Step, StepKind, after_attention, before_attention, execute, with_waits
@@ -40,12 +42,14 @@ class CommutatorSimulateResult(Result):
     Parameters
     ----------
     mode: frozen or full
-    ratio: Σ‖Δ_i‖² ÷ Σ‖Attn(h + Res(h))_i‖² over the tokens; head_ratios: the same of each head
-    token_ratios: of each token, in the hardware's u2f14
-    saturations: elements saturated in matrices, sums and LayerNorms
+    ratio: Σ‖Δ_i‖² ÷ Σ‖Attn(h + Res(h))_i‖² over the tokens before the padding, infinite where only Δ is not 0;
+        head_ratios: the same of each head, without the output's bias
+    token_ratios: of each of these tokens, in the hardware's u2f14
+    saturations: elements saturated in matrices, sums and LayerNorms, those of the heads' energies included
     cycles_before, cycles_walk, cycles_after: of the program before attention, of the tile at h + Res(h), of the program
         after attention; array_cycles_layer, array_cycles_extra: array steps of the layer itself, and of what Δ adds
-    ratio_reference, delta_error: ``ratio`` and ‖Δ − Δ_exact‖ ÷ ‖Δ_exact‖ by PyTorch float64, None without PyTorch
+    ratio_reference, head_ratios_reference, delta_error: ``ratio``, ``head_ratios`` and ‖Δ − Δ_exact‖ ÷ ‖Δ_exact‖ by
+        PyTorch float64, with the LayerNorms' ε; None without PyTorch
     note: why there is no reference, None when there is
     """
 
@@ -63,13 +67,20 @@ class CommutatorSimulateResult(Result):
     array_cycles_layer: int
     array_cycles_extra: int
     ratio_reference: float | None
+    head_ratios_reference: tuple[float, ...] | None
     delta_error: float | None
     note: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommutatorCosimResult(CommutatorSimulateResult, Comparison):
-    """The generated Verilog of commutator and tile beside both models; cycles of all their runs."""
+    """The generated Verilog of commutator and tile beside both models.
+
+    There are four runs: the program before attention, the tile at h + Res(h) and at h, the program after attention, and
+    that of the heads. ``cycles_rtl`` is the sum of their cycles, ``cycles_runs`` the model's.
+    """
+
+    cycles_runs: int
 
 
 # ---- models ------------------------------------------------------------------------------------------------
@@ -210,25 +221,26 @@ def _figures(
     width = layer.inner // layer.heads
     shape = LayerShape(layer.tokens, layer.model, layer.heads, width, layer.mlp, lifted=layer.mode.is_metric)
     assert result.heads is not None
-    executed = (models.before.wanted, models.after.wanted)
-    figures = {
+    valid = slice(layer.valid)
+    figures: dict[str, Any] = {
         "config": config.name,
         "config_hash": config.hash,
         "workload": summary,
         "mode": models.mode.value,
-        "ratio": _ratio(result.energies),
+        "ratio": _ratio(result.energies.difference[valid], result.energies.reference[valid]),
         "head_ratios": tuple(
-            _ratio(Energies(*of_head))
-            for of_head in zip(result.heads.difference, result.heads.reference, result.heads.ratio, strict=True)
+            _ratio(difference[valid], reference[valid])
+            for difference, reference in zip(result.heads.difference, result.heads.reference, strict=True)
         ),
-        "token_ratios": tuple((result.energies.ratio * 2.0**-RATIO_FRACTION_BITS).tolist()),
-        "saturations": sum(one.saturations + one.sum_saturations for one in executed),
+        "token_ratios": tuple((result.energies.ratio[valid] * 2.0**-RATIO_FRACTION_BITS).tolist()),
+        "saturations": result.saturations,
         "cycles_before": int(models.before.timing().outputs[-1]) + 1,
         "cycles_walk": int(predict(config, result.walks[0]).total_cycles),
         "cycles_after": int(models.after.timing().energies[-1]) + 1,
         "array_cycles_layer": array_cycles(plain_passes(config, shape)),
         "array_cycles_extra": array_cycles(extra_passes(config, shape, models.mode)),
         "ratio_reference": None,
+        "head_ratios_reference": None,
         "delta_error": None,
         "note": None,
     }
@@ -238,16 +250,20 @@ def _figures(
         from dtp.reference.commutator import commutator
 
         progress("reference", None)
-        exact = commutator(layer, models.mode)
-        delta, attended = exact.delta.numpy(), exact.attended.numpy()
-        figures["ratio_reference"] = float((delta**2).sum() / (attended**2).sum())
-        error = result.delta * models.kernel.attention_scale - delta
+        whole, *heads = [commutator(layer, models.mode, head) for head in (None, *range(layer.heads))]
+        squares = [(part.delta.numpy()[valid] ** 2, part.attended.numpy()[valid] ** 2) for part in (whole, *heads)]
+        ratios = [_ratio(*of_part) for of_part in squares]
+        figures["ratio_reference"], figures["head_ratios_reference"] = ratios[0], tuple(ratios[1:])
+        delta = whole.delta.numpy()[valid]
+        error = result.delta[valid] * models.kernel.attention_scale - delta
         figures["delta_error"] = float(np.linalg.norm(error) / max(np.linalg.norm(delta), np.finfo(float).tiny))
     return figures
 
 
-def _ratio(energies: Energies) -> float:
-    return float(energies.difference.sum()) / max(1.0, float(energies.reference.sum()))
+def _ratio(difference: NDArray[Any], reference: NDArray[Any]) -> float:
+    """Of two sums of squares; 0 / 0 is 0."""
+    top, bottom = float(difference.sum()), float(reference.sum())
+    return top / bottom if bottom else math.inf if top else 0.0
 
 
 # ---- the run in the simulator --------------------------------------------------------------------------------------
@@ -385,6 +401,7 @@ def cosim_commutator(
         "bit_exact": all(run["bit_exact"] for run in runs),
         "words_compared": sum(run["words_compared"] for run in runs),
         "cycles_rtl": None if None in cycles else sum(cycles),
+        "cycles_runs": sum(run["cycles_runs"] for run in runs),
         "cycles_equal": None if stalls else all(run["cycles_equal"] for run in runs),
         "differences": tuple(wrong),
         "sim_cycles": total,
@@ -401,7 +418,7 @@ def _run_part(
 
     config, channels = part.kernel.config, part_channels(part)
     timing = part.timing(channels.start)
-    ends = [int(cycles[-1]) for cycles in (timing.steps, timing.outputs, timing.energies) if len(cycles)]
+    ends = [int(cycles[-1]) for cycles in (timing.outputs, timing.energies) if len(cycles)]
     job = ChannelJob(
         inputs=channels.sources(stalls),
         outputs={channel: Sink(len(payloads), stalls) for channel, payloads in channels.outputs.items()},
@@ -411,9 +428,9 @@ def _run_part(
     )
     result = run_unit(config, Unit.COMMUTATOR, job, max(ends), cache_dir=cache_dir, progress=progress)
     got = {channel: result.outputs[channel] for channel in channels.outputs}
-    differences = [line for channel, wanted in channels.outputs.items()
+    wrong = [line for channel, wanted in channels.outputs.items()
                    for line in unequal(channel, got[channel].payloads, wanted)]  # fmt: skip
-    differences += [
+    wrong += [
         f"{port} is {result.plain[port]} in RTL, {value} in golden"
         for port, value in channels.plain.items()
         if result.plain[port] != min(value, verbs.COUNTER_LIMIT)
@@ -427,10 +444,11 @@ def _run_part(
     ]
     seen = [int(one.cycles[-1]) for one in got.values() if len(one.cycles)]
     fields = compared(
-        result, differences, later, words=sum(map(len, channels.outputs.values())),
+        result, wrong, later, words=sum(map(len, channels.outputs.values())),
         last_cycle=max(seen, default=None), waves=None, stalls=stalls, seed=seed,
     )  # fmt: skip
-    return fields | {"differences": tuple(f"{name}: {line}" for line in fields["differences"])}
+    differences = tuple(f"{name}: {line}" for line in fields["differences"])
+    return fields | {"differences": differences, "cycles_runs": max(ends) + 1}
 
 
 def _run_walks(
@@ -443,11 +461,12 @@ def _run_walks(
     prediction = predict(config, heads)
     result = verbs.run_tile(config, heads, int(prediction.total_cycles), None, stalls, seed, cache_dir, progress)
     wanted = [attention_golden(config, head) for head in heads]
-    differences, words_compared = verbs.compare_outputs(config, heads, wanted, result)
+    wrong, words_compared = verbs.compare_outputs(config, heads, wanted, result)
     later = verbs.compare_cycles(prediction, result)
     last = int(result.cycles[-1] - result.first_input_cycle) if len(result.cycles) else None
     fields = compared(
-        result, differences, [] if later is None else [later], words=words_compared, last_cycle=last, waves=None,
+        result, wrong, [] if later is None else [later], words=words_compared, last_cycle=last, waves=None,
         stalls=stalls, seed=seed,
     )  # fmt: skip
-    return fields | {"differences": tuple(f"walks: {line}" for line in fields["differences"])}
+    differences = tuple(f"walks: {line}" for line in fields["differences"])
+    return fields | {"differences": differences, "cycles_runs": int(prediction.total_cycles)}

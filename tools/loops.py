@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib.util import find_spec
@@ -69,7 +69,7 @@ class LoopSimulateResult(Result):
     cycles_model: from reset to the last entry of the tables
     error_median, error_worst: relative, against PyTorch float64, of energies of at least 1e-3; None without PyTorch or
         without such energies
-    note: why there is no error, None when there is
+    note: that there is no PyTorch, where there is none
     """
 
     config: str
@@ -187,8 +187,10 @@ class LoopModels:
         return np.array([record.ratio for record in self.accounts.records]) * 2.0**-RATIO_FRACTION_BITS
 
 
-def loop_models(config: Config, workload: Workload, *, seed: int = 0, progress: Progress = verbs.quiet) -> LoopModels:
-    """Golden model and cycle model of a workload's ``loops``; ``seed`` of the probes, where it has none.
+def loop_models(config: Config, workload: Workload, *, progress: Progress = verbs.quiet) -> LoopModels:
+    """Golden model and cycle model of a workload's ``loops``; probes of seed 0 where it has none.
+
+    Loops walk over the tokens before the padding, whether these attend to each other or not.
 
     Raises
     ------
@@ -202,21 +204,21 @@ def loop_models(config: Config, workload: Workload, *, seed: int = 0, progress: 
         raise must("Workload", "loops", "there for the unit loops", None)
     for name, value, limit in (
         ("heads", workload.heads, params.heads),
-        ("tokens", workload.tokens, config.max_tokens),
+        ("valid_length", workload.valid_length, config.max_tokens),
         ("width", workload.width, config.transport_width),
     ):
         if value > limit:
             raise must("Workload", name, f"at most {limit} with the unit loops", value)
     count = 1 if workload.probe is None else workload.probe.shape[1]
     extent = Extent(
-        tokens=workload.tokens, layers=1, heads=workload.heads, probes=workload.heads * count, block=config.block
+        tokens=workload.valid_length, layers=1, heads=workload.heads, probes=workload.heads * count, block=config.block
     )
     inverse = Inverse.TRANSPOSE if workload.transport is TransportKind.CAYLEY else Inverse.NONE
     program = check_program(workload.loops, extent, inverse)
     progress("quantising", None)
-    connections = quantise_connections(config, workload, workload.tokens)
+    connections = quantise_connections(config, workload, workload.valid_length)
     factors = connections.factors
-    real = workload.probes(count, seed).reshape(-1, workload.width).astype(np.float64)
+    real = workload.probes(count).reshape(-1, workload.width).astype(np.float64)
     real /= np.sqrt((real**2).sum(axis=1, keepdims=True))
     probes, _ = quantise_state(real, headroom_bits=factors.headroom_bits)
     lanes = -(-workload.width // engine.tile_rows) * engine.tile_rows
@@ -299,8 +301,11 @@ def _credited(table: Table) -> tuple[Credited, ...]:
 # ---- reference ---------------------------------------------------------------------------------------------
 
 
-def exact_transports(workload: Workload) -> Real:
-    """P (H, L, d, d) in float64 by the papers' formulas, the Cayley transform by a d × d solve; needs PyTorch."""
+def exact_transports(workload: Workload, place: Any = ...) -> Real:
+    """P (H, L, d, d) in float64 by the papers' formulas, the Cayley transform by a d × d solve; needs PyTorch.
+
+    ``place`` is an index of heads and tokens.
+    """
     import torch
 
     from dtp.reference.holonomy import Transport
@@ -311,11 +316,16 @@ def exact_transports(workload: Workload) -> Real:
         for name in names
     )
     assert workload.transport is not None and a is not None and b is not None
-    return np.asarray(Transport(workload.transport, a, b, left, right, workload.torsion_gate or 0.0).matrices())
+    return np.asarray(Transport(workload.transport, a, b, left, right, workload.torsion_gate or 0.0)[place].matrices())
 
 
-def walk_loops(program: Program, transports: Real, probes: Real) -> Real:
-    """Energy of every loop by the literal walk in float64; transports (H, L, d, d), whose transpose is the inverse."""
+def walk_loops(program: Program, transports: Real | Mapping[tuple[int, int], Real], probes: Real) -> Real:
+    """Energy of every loop by the literal walk in float64.
+
+    Parameters
+    ----------
+    transports: (H, L, d, d), or those that the program needs by head and token; an inverse step takes the transpose
+    """
     found = []
     for loop in program.loops:
         start = end = probes[loop[0].probe]
@@ -332,9 +342,12 @@ def _errors(models: LoopModels, workload: Workload, progress: Progress) -> tuple
     if find_spec("torch") is None:
         return np.empty(0), verbs.INSTALL_REFERENCE
     progress("reference", None)
-    count = models.program.extent.probes // workload.heads
-    real = workload.probes(count).reshape(-1, workload.width).astype(np.float64)
-    wanted = walk_loops(models.program, exact_transports(workload), real)
+    program = models.program
+    real = workload.probes(program.extent.probes // workload.heads).reshape(-1, workload.width).astype(np.float64)
+    walked = [step for loop in program.loops for edge in loop for step in steps(edge)]
+    places = sorted({(step.head, step.node.token) for step in walked})
+    matrices = exact_transports(workload, tuple(zip(*places, strict=True)))
+    wanted = walk_loops(program, dict(zip(places, matrices, strict=True)), real)
     counted = wanted >= LEAST_ENERGY
     return np.abs(models.energies[counted] / wanted[counted] - 1), None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dtp.config import Config
+from dtp.fixed import Int
 from dtp.units import Unit
 from tools import verbs
 from tools.verbs import Progress, Result
@@ -23,7 +24,7 @@ class Comparison(Result):
     ----------
     bit_exact: every word of every output is the golden model's, and no rule of a stream was broken
     words_compared: of all outputs
-    cycles_rtl: from reset to the last word of an output
+    cycles_rtl: from reset, or of the tile from the first input beat, to the last word of an output
     cycles_equal: words come in the cycles of the model; None with stalls, which the model does not know
     differences: one line for each thing that is not equal
     sim_cycles, sim_cycles_per_s: of the simulator, build and start excluded
@@ -140,9 +141,11 @@ def unequal(name: str, got: Sequence[int], wanted: Sequence[int]) -> list[str]:
     ]
 
 
-def late(name: str, got: Iterable[int], wanted: Iterable[int]) -> list[str]:
+def late(name: str, got: Sequence[int] | Int, wanted: Sequence[int] | Int) -> list[str]:
     """One line when words of a channel come in other cycles than those of the model."""
     pairs = [(int(one), int(other)) for one, other in zip(got, wanted, strict=False)]
+    if len(got) != len(wanted):
+        return [f"{len(got)} words of {name} in RTL, {len(wanted)} in the cycle model"]
     wrong = [n for n, (one, other) in enumerate(pairs) if one != other]
     if not wrong:
         return []

@@ -108,8 +108,8 @@ def random_workload(
         if not 1 <= value <= _MOST:
             raise must("random_workload", name, f"an integer from 1 to {_MOST}", value)
     for name, value in {"transport_rank": transport_rank, "loops": loops, "mlp_width": mlp_width}.items():
-        if value < 0:
-            raise must("random_workload", name, "an integer of at least 0", value)
+        if not 0 <= value <= _MOST:
+            raise must("random_workload", name, f"an integer from 0 to {_MOST}", value)
     if torsion and not transport_rank:
         raise must("random_workload", "torsion", "off without a transport_rank", torsion)
     if loops and not (transport_rank and heads > 1 and tokens > 1):
@@ -154,7 +154,8 @@ def random_workload(
         sizes = (heads, tokens, width, transport_rank)
         fields |= _random_transports(np.random.default_rng([seed, 1]), sizes, transport, torsion)
     if loops:
-        extent = Extent(tokens=tokens, layers=1, heads=heads, probes=heads, block=block or Config.load("tiny").block)
+        tile = block or Config.load("tiny").block
+        extent = Extent(tokens=valid_length or tokens, layers=1, heads=heads, probes=heads, block=tile)
         cayley = TransportKind(transport) is TransportKind.CAYLEY
         convention = Convention.FRAME if cayley else Convention.DESTINATION
         drawn = sample_loops(LoopGraph(extent), LoopType.A, loops, seed, convention=convention)

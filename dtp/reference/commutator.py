@@ -34,14 +34,14 @@ class Commutator:
 
 def residual(layer: Layer, x: Tensor) -> Tensor:
     """Res(x): the MLP behind its LayerNorm."""
-    inner = _norm(x, layer.ln_mlp) @ _double(layer.mlp_in).T + _bias(layer.b_in)
+    inner = _norm(layer, x, layer.ln_mlp) @ _double(layer.mlp_in).T + _bias(layer.b_in)
     inner = torch.nn.functional.gelu(inner) if layer.activation is Activation.GELU else torch.relu(inner)
     return inner @ _double(layer.mlp_out).T + _bias(layer.b_out)
 
 
 def probabilities(layer: Layer, x: Tensor) -> Tensor:
     """Attention weights at x, (H, L, L); C_t and Ω are those of the layer wherever x lies."""
-    normal = _norm(x, layer.ln_attn)
+    normal = _norm(layer, x, layer.ln_attn)
     q = _heads(layer, normal @ _double(layer.w_q).T + _bias(layer.b_q))
     k = _heads(layer, normal @ _double(layer.w_k).T + _bias(layer.b_k))
     scores = direct_scores(
@@ -52,7 +52,7 @@ def probabilities(layer: Layer, x: Tensor) -> Tensor:
         temperature=layer.temperature, blend=layer.blend,
     )  # fmt: skip
     position = torch.arange(layer.tokens)
-    valid = position < (layer.valid_length or layer.tokens)
+    valid = position < layer.valid
     keep = valid[:, None] & valid[None, :]
     if layer.causal:
         keep = keep & (position[None, :] <= position[:, None])
@@ -61,7 +61,7 @@ def probabilities(layer: Layer, x: Tensor) -> Tensor:
 
 def attend(layer: Layer, weights: Tensor, x: Tensor, head: int | None = None) -> Tensor:
     """W_O of weights times the values of x; of one head alone without the output bias."""
-    values = _heads(layer, _norm(x, layer.ln_attn) @ _double(layer.w_v).T + _bias(layer.b_v))
+    values = _heads(layer, _norm(layer, x, layer.ln_attn) @ _double(layer.w_v).T + _bias(layer.b_v))
     mixed = weights @ values
     if head is not None:
         lanes = mixed.shape[-1]
@@ -79,11 +79,12 @@ def commutator(layer: Layer, mode: CommutatorMode, head: int | None = None) -> C
     return Commutator(attend(layer, moved_weights, moved, head), plain, residual(layer, plain))
 
 
-def _norm(x: Tensor, parameters: Real | None) -> Tensor:
+def _norm(layer: Layer, x: Tensor, parameters: Real | None) -> Tensor:
     if parameters is None:
         return x
-    deviation = x.var(-1, unbiased=False, keepdim=True).sqrt()
-    return (x - x.mean(-1, keepdim=True)) / deviation * _double(parameters[0]) + _double(parameters[1])
+    deviation = (x.var(-1, unbiased=False, keepdim=True) + layer.norm_epsilon).sqrt()
+    normal = (x - x.mean(-1, keepdim=True)) / torch.where(deviation > 0, deviation, 1.0)  # a constant row becomes 0
+    return normal * _double(parameters[0]) + _double(parameters[1])
 
 
 def _heads(layer: Layer, x: Tensor) -> Tensor:

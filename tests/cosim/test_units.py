@@ -30,7 +30,7 @@ from tests.rtl import test_pruner as pruning
 from tests.rtl import test_transport as transports
 from tests.tile import lint, verilog_of
 from tools.commutator import Part, part_channels
-from tools.loops import loop_channels
+from tools.loops import FLOOR, loop_channels
 from tools.units import packer, with_last
 
 Records = list[tuple[int, int]]  # payload, and the first cycle in which it may be offered
@@ -205,7 +205,7 @@ def loops(config: Config) -> Case:
         {"m_axis": [payload for _, reports in sent for payload in reports]},
         {"error": 0, "transport_error": 0},
         cycles,
-        {"floor": 1},
+        {"floor": FLOOR},
     )
 
 

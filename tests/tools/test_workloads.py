@@ -149,9 +149,11 @@ def test_a_random_layer_gives_the_attention_its_operands() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"transport_rank": -1}, r"transport_rank must be an integer of at least 0, not -1"),
+        ({"transport_rank": -1}, r"transport_rank must be an integer from 0 to 1048576, not -1"),
         ({"transport_rank": 17}, r"transport_rank must be at most the width 16, not 17"),
-        ({"mlp_width": -1}, r"mlp_width must be an integer of at least 0, not -1"),
+        ({"loops": 1 << 21}, r"loops must be an integer from 0 to 1048576, not 2097152"),
+        ({"loops": 3}, r"loops must be 0 without a transport_rank, two heads and two tokens, not 3"),
+        ({"mlp_width": -1}, r"mlp_width must be an integer from 0 to 1048576, not -1"),
         ({"torsion": True}, r"torsion must be off without a transport_rank, not True"),
         ({"tokens": 0}, r"tokens must be an integer from 1 to 1048576, not 0"),
         ({"tokens": 10**14}, r"tokens must be an integer from 1 to 1048576, not 10{14}"),
