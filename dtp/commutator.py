@@ -262,12 +262,12 @@ def golden(kernel: Kernel, mode: CommutatorMode, *, per_head: bool = False) -> C
     h = kernel.hidden
     r = run.residual(h, "in", "out")
     x = run.add(h, r)
-    values = run.project(h, "v")
-    moved = run.project(x, "v")
-    queries, keys = run.project(h, "q"), run.project(h, "k")
+    queries, keys, values = run.project(h, "qkv")
     plain_walk = run.walk(queries, keys, values)
     if mode is CommutatorMode.FULL:
-        queries, keys = run.project(x, "q"), run.project(x, "k")
+        queries, keys, moved = run.project(x, "qkv")
+    else:
+        (moved,) = run.project(x, "v")
     moved_walk = run.walk(queries, keys, moved)
     moved_heads, plain_heads = run.walked(moved_walk), run.walked(plain_walk)
     attended, plain = run.output(moved_heads), run.output(plain_heads)
@@ -313,8 +313,10 @@ class Operators:
         normal = self.normalise(state, self.kernel.layer.ln_mlp is not None)
         return self.apply(second, self.apply(first, normal))
 
-    def project(self, state: Int, name: str) -> Int:
-        return self.apply(name, self.normalise(state, self.kernel.layer.ln_attn is not None))
+    def project(self, state: Int, names: str) -> tuple[Int, ...]:
+        """Projections of a state, ``names`` a letter each."""
+        normal = self.normalise(state, self.kernel.layer.ln_attn is not None)
+        return tuple(self.apply(name, normal) for name in names)
 
     def attend(self, q: Int, k: Int, v: Int) -> Int:
         """Outputs of all heads side by side, as states."""

@@ -36,6 +36,8 @@ class StepKind(IntEnum):
     """A matrix job on a state; its outputs become a state or leave."""
     ENERGY = 2
     """Energies of the difference of three states leave."""
+    NORMALISE = 3
+    """A state through the LayerNorm becomes another one."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,11 @@ class Step:
     Parameters
     ----------
     kind: what it does
-    target: state of a LOAD, or of the outputs of a MATRIX that does not store
-    source: state that a MATRIX reads, or Attn(h + Res(h)) of an ENERGY
+    target: state of a LOAD or NORMALISE, or of the outputs of a MATRIX that does not store
+    source: state that a MATRIX or NORMALISE reads, or Attn(h + Res(h)) of an ENERGY
     addend: state added to the outputs of a MATRIX (None: nothing), or Attn(h) of an ENERGY
     residual: Res(Attn(h)) of an ENERGY
-    width: elements of a row, of a LOAD and an ENERGY
-    normalise: a MATRIX reads its source through the LayerNorm
+    width: elements of a row, of all but a MATRIX
     store: outputs of a MATRIX leave instead of becoming a state
     matrix: name in :attr:`dtp.commutator.Kernel.matrices`
     job: its numbers; bias_base: its first resident bias word
@@ -85,7 +86,6 @@ class Step:
     addend: int | None = None
     residual: int = 0
     width: int = 0
-    normalise: bool = False
     store: bool = False
     matrix: str = ""
     job: MatrixJob | None = None
@@ -135,24 +135,17 @@ class _Places:
 def before_attention(kernel: Kernel, mode: CommutatorMode, groups: int) -> list[Step]:
     """Program of h → values (and queries and keys) of h + Res(h). Input: h. Outputs: values, then queries, keys."""
     names = ["in", "out", "v"] + (["q", "k"] if mode is CommutatorMode.FULL else [])
-    bases = bias_bases(kernel, names)
     layer = kernel.layer
 
-    def steps(group: int, place: _Places) -> Iterator[Step]:
-        def matrix(name: str, source: str, target: str = "", **more: object) -> Step:
-            return Step(
-                kind=StepKind.MATRIX, group=group, source=place(source), matrix=name,
-                job=kernel.matrices[name].job, bias_base=bases[name], target=place(target) if target else 0,
-                store=not target, **more,  # type: ignore[arg-type]
-            )  # fmt: skip
+    def turns(group: _Group) -> Iterator[list[Step]]:
+        yield [group.load("first", layer.model)]
+        norm, there = group.normed("first", layer.ln_mlp is not None)
+        yield [*norm, group.matrix("in", there, "inner")]
+        yield [group.matrix("out", "inner", "second", addend="first")]
+        norm, there = group.normed("second", layer.ln_attn is not None)
+        yield [*norm, *(group.matrix(name, there) for name in names[2:])]
 
-        yield Step(kind=StepKind.LOAD, group=group, target=place("first"), width=layer.model)
-        yield matrix("in", "first", "inner", normalise=layer.ln_mlp is not None)
-        yield matrix("out", "inner", "second", addend=place("first"))
-        for name in names[2:]:
-            yield matrix(name, "second", normalise=layer.ln_attn is not None)
-
-    return _interleaved(kernel.config, steps, groups)
+    return _interleaved(kernel, names, turns, groups)
 
 
 def after_attention(kernel: Kernel, groups: int, *, head: int | None = None) -> list[Step]:
@@ -169,43 +162,77 @@ def after_attention(kernel: Kernel, groups: int, *, head: int | None = None) -> 
     if head is not None and not 0 <= head < layer.heads:
         raise must("after_attention", "head", f"in 0…{layer.heads - 1}", head)
     output = "o" if head is None else f"o_{head}"
-    bases = bias_bases(kernel, [output, "in_a", "out_a"])
     width = layer.inner if head is None else layer.inner // layer.heads
 
-    def steps(group: int, place: _Places) -> Iterator[Step]:
-        def matrix(name: str, source: str, target: str, **more: object) -> Step:
-            return Step(
-                kind=StepKind.MATRIX, group=group, source=place(source), matrix=name,
-                job=kernel.matrices[name].job, bias_base=bases[name], target=place(target), **more,  # type: ignore[arg-type]
-            )  # fmt: skip
-
+    def turns(group: _Group) -> Iterator[list[Step]]:
         # The heads' outputs lie where the hidden layer comes later.
         for target in ("second", "first"):
-            yield Step(kind=StepKind.LOAD, group=group, target=place("inner"), width=width)
-            yield matrix(output, "inner", target)
-        yield matrix("in_a", "first", "inner", normalise=layer.ln_mlp is not None)
-        yield matrix("out_a", "inner", "third")
-        yield Step(
-            kind=StepKind.ENERGY, group=group, width=layer.model, source=place("second"),
-            addend=place("first"), residual=place("third"),
+            yield [group.load("inner", width), group.matrix(output, "inner", target)]
+        norm, there = group.normed("first", layer.ln_mlp is not None)
+        yield [*norm, group.matrix("in_a", there, "inner")]
+        yield [group.matrix("out_a", "inner", "third")]
+        yield [group.energy("second", "first", "third")]
+
+    return _interleaved(kernel, [output, "in_a", "out_a"], turns, groups)
+
+
+@dataclass
+class _Group:
+    """Makes the steps of a group; states have the names of :class:`_Places`."""
+
+    kernel: Kernel
+    bases: dict[str, int]
+    number: int
+
+    def __post_init__(self) -> None:
+        self._place = _Places(self.kernel.config, self.number % 2)
+
+    def load(self, target: str, width: int) -> Step:
+        return Step(kind=StepKind.LOAD, group=self.number, target=self._place(target), width=width)
+
+    def normed(self, source: str, with_norm: bool) -> tuple[list[Step], str]:
+        """What normalises a state, and where it is then: in the third one, or where it was."""
+        if not with_norm:
+            return [], source
+        width = self.kernel.layer.model
+        return [Step(
+            kind=StepKind.NORMALISE, group=self.number, source=self._place(source), target=self._place("third"),
+            width=width,
+        )], "third"  # fmt: skip
+
+    def matrix(self, name: str, source: str, target: str = "", *, addend: str = "") -> Step:
+        """Without a target its outputs leave."""
+        return Step(
+            kind=StepKind.MATRIX, group=self.number, source=self._place(source), matrix=name,
+            job=self.kernel.matrices[name].job, bias_base=self.bases[name],
+            target=self._place(target) if target else 0, addend=self._place(addend) if addend else None,
+            store=not target,
         )  # fmt: skip
 
-    return _interleaved(kernel.config, steps, groups)
+    def energy(self, attended: str, plain: str, residual: str) -> Step:
+        return Step(
+            kind=StepKind.ENERGY, group=self.number, width=self.kernel.layer.model, source=self._place(attended),
+            addend=self._place(plain), residual=self._place(residual),
+        )  # fmt: skip
 
 
-def _interleaved(config: Config, steps: Callable[[int, _Places], Iterator[Step]], groups: int) -> list[Step]:
-    """Steps of two groups in turn, a last one alone."""
+def _interleaved(
+    kernel: Kernel, names: Sequence[str], turns: Callable[[_Group], Iterator[list[Step]]], groups: int
+) -> list[Step]:
+    """Two groups take turns, a last one is alone; a group's matrices step while the other one is normalised."""
+    bases = bias_bases(kernel, names)
     program: list[Step] = []
     for first in range(0, groups, 2):
-        pair = [list(steps(group, _Places(config, group % 2))) for group in range(first, min(first + 2, groups))]
-        for turn in zip(*pair, strict=True):
-            program += turn
+        pair = [turns(_Group(kernel, bases, group)) for group in range(first, min(first + 2, groups))]
+        for both in zip(*pair, strict=True):
+            for turn in both:
+                program += turn
     return with_waits(program)
 
 
 def with_waits(program: Sequence[Step]) -> list[Step]:
     """The program with the largest ``wait`` of each step that keeps its operands: those of the newest matrix that
-    writes what it reads, or that still uses what a LOAD overwrites, are finished."""
+    writes what it reads, or that still uses what it overwrites, are finished."""
     matrices: list[Step] = []
     result = []
     for step in program:
@@ -221,6 +248,8 @@ def _depends(step: Step, matrix: Step) -> bool:
     written = None if matrix.store else matrix.target
     if step.kind is StepKind.LOAD:
         return step.target in (written, matrix.addend)
+    if step.kind is StepKind.NORMALISE:
+        return step.target in (written, matrix.addend) or (written is not None and written == step.source)
     if step.kind is StepKind.MATRIX:
         return written is not None and written in (step.source, step.addend)
     return written in (step.source, step.addend, step.residual)
@@ -237,7 +266,7 @@ class Executed:
     -------
     stored: for each storing step in order, (rows, columns)
     energies: for each ENERGY step in order, of the rows
-    variances: for each step that normalises, in order, V of the rows
+    variances: for each NORMALISE step in order, V of the rows
     saturations: of matrices; sum_saturations: of sums and LayerNorms
     """
 
@@ -267,15 +296,14 @@ def execute(kernel: Kernel, program: Sequence[Step], loads: Sequence[ArrayLike])
     for step in program:
         if step.kind is StepKind.LOAD:
             states[step.target] = padded(next(given), config.rows, step.width)
+        elif step.kind is StepKind.NORMALISE:
+            spreads.append(variances(states[step.source]))
+            states[step.target], count = layernorm(config, states[step.source])
+            sum_saturations += count
         elif step.kind is StepKind.MATRIX:
             assert step.job is not None
-            x = states[step.source]
-            if step.normalise:
-                spreads.append(variances(x))
-                x, count = layernorm(config, x)
-                sum_saturations += count
             found = kernel.matrices[step.matrix]
-            y, count = matrix(config, step.job, x, found.weights, found.bias)
+            y, count = matrix(config, step.job, states[step.source], found.weights, found.bias)
             saturations += count
             if step.addend is not None:
                 total = y + states[step.addend]

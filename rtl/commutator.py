@@ -49,7 +49,6 @@ class KernelStepLayout(data.StructLayout):
                 "addend": place,
                 "residual": place,
                 "adds": unsigned(1),
-                "normalise": unsigned(1),
                 "store": unsigned(1),
                 "job": MatrixJobLayout(config),
             }
@@ -182,6 +181,7 @@ class Commutator(wiring.Component):
         step = self.step.payload
         open_matrices = Signal(range(MAX_WAIT + 2))
         begins, count, last_word = Signal(), Signal.like(step.words), Signal()
+        normed = Signal.like(step.words)  # words that have left the LayerNorm
         reads, read_place = Signal(), Signal.like(step.source)
         opened = Signal()
         second_pass = Signal()
@@ -191,9 +191,11 @@ class Commutator(wiring.Component):
             begins.eq(self.step.valid & (open_matrices <= step.wait)),
             last_word.eq(count == step.words - 1),
             states.address.eq(Mux(writes, result.addend + result_place, read_place)),
-            states.write.en.eq(written | (loads & self.i.valid)),
-            states.write.addr.eq(Mux(written, target, step.target + count)),
-            states.write.data.eq(Mux(written, total, self.i.payload.as_value())),
+            states.write.en.eq(written | (loads & self.i.valid) | layernorm.o.valid),
+            states.write.addr.eq(Mux(written, target, step.target + Mux(loads, count, normed))),
+            states.write.data.eq(
+                Mux(written, total, Mux(loads, self.i.payload.as_value(), layernorm.o.payload.as_value()))
+            ),
             self.i.ready.eq(loads & ~written),
             mode.job.payload.eq(step.job),
             results.i.payload.target.eq(step.target),
@@ -203,14 +205,16 @@ class Commutator(wiring.Component):
             layernorm.width.eq(step.width),
             layernorm.words.eq(step.words),
         ]
-        # Words that a step reads: straight to the array, or one by one.
+        # Words that a step reads: to the array, or one by one to a norm. The LayerNorm's become a state.
         read_there = _line(m, "read", reads & ~writes, 2, reset_less=False)[2]
         straight = Signal()
         m.d.comb += [
-            mode.i.valid.eq((straight & read_there) | layernorm.o.valid),
-            mode.i.payload.eq(Mux(straight, late.as_value(), layernorm.o.payload.as_value())),
-            layernorm.o.ready.eq(mode.i.ready & ~straight),
+            mode.i.valid.eq(straight & read_there),
+            mode.i.payload.eq(late),
+            layernorm.o.ready.eq(~written),
         ]
+        with m.If(layernorm.o.valid & layernorm.o.ready):
+            m.d.sync += normed.eq(normed + 1)
         held = Signal(WordLayout(c), reset_less=True)
         difference = norm.i.payload
         m.d.comb += [
@@ -229,7 +233,7 @@ class Commutator(wiring.Component):
         m.d.comb += self.idle.eq(0)
         with m.FSM():
             with m.State("begin"):
-                m.d.sync += [count.eq(0), second_pass.eq(0)]
+                m.d.sync += [count.eq(0), normed.eq(0), second_pass.eq(0)]
                 m.d.comb += self.idle.eq(~self.step.valid & (open_matrices == 0))
                 with m.If(begins):
                     with m.Switch(step.kind):
@@ -242,10 +246,9 @@ class Commutator(wiring.Component):
                                 opened.eq(mode.job.ready & results.i.ready),
                             ]
                             with m.If(opened):
-                                with m.If(step.normalise):
-                                    m.next = "read"
-                                with m.Else():
-                                    m.next = "straight"
+                                m.next = "straight"
+                        with m.Case(StepKind.NORMALISE):
+                            m.next = "read"
                         with m.Default():
                             m.next = "attended"
             with m.State("load"):

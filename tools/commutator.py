@@ -271,7 +271,7 @@ def _ratio(difference: NDArray[Any], reference: NDArray[Any]) -> float:
 
 def step_values(config: Config, step: Step) -> dict[str, int]:
     """Fields of a step's payload, :class:`rtl.commutator.KernelStepLayout`."""
-    own = ("kind", "wait", "target", "source", "residual", "normalise", "store")
+    own = ("kind", "wait", "target", "source", "residual", "store")
     numbers = ("feed_gain", "shift", "scale", "out_shift", "activation", "wide")
     job = step.job
     values = {name: int(getattr(step, name)) for name in own}

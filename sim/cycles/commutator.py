@@ -129,13 +129,13 @@ def program_timing(
     A step begins when no more than ``wait`` matrices before it are unfinished; one is finished four cycles after its
     last word left the matrix mode. A LOAD takes a word a cycle but where an output is written, three cycles after it
     was taken. A MATRIX is given to the mode as soon as that takes jobs; its words are read one a cycle but where an
-    output is taken, and are there two cycles later; the next step begins behind the last. Through the LayerNorm they go
-    one by one, twice, and the next step begins when the last one has left. An ENERGY reads three words for each that it
-    gives to the difference norm.
+    output is taken, and are there two cycles later; the next step begins behind the last. A NORMALISE gives its words
+    one by one to the LayerNorm, twice, and the next step begins when the last one has been written; outputs go first
+    there. An ENERGY reads three words for each that it gives to the difference norm.
 
     Parameters
     ----------
-    variances: of each step that normalises, in order, V of the group's rows: the time of a root depends on it
+    variances: of each NORMALISE in order, V of the group's rows: the time of a root depends on it
     """
     kernel = _KernelCycles(config, program, variances, start)
     while not kernel.done:
@@ -201,17 +201,17 @@ class _KernelCycles:
             self.energies.append(now)
         straight = self._state in ("straight", "straight end")
         read_there = self._reads.popleft()
-        word = mode.loading and ((straight and read_there) or self._layernorm.offers)
+        written = self._writes.popleft()
         last = bool(self._program) and self._count == self._program[0].words(self._config) - 1
         normed = (self._program[0].words(self._config), self._variances[0]) if self._state == "give" else None
 
-        cycle = self._advance(last, writes=writes, written=self._writes.popleft(), read_there=read_there)
+        cycle = self._advance(last, writes=writes, written=written, read_there=read_there)
         self._reads.append(cycle.reads and not writes)
         self._writes.append(writes)
-        self._layernorm.step(normed if cycle.gives else None, mode.loading)
+        self._layernorm.step(normed if cycle.gives else None, not written)
         self._norm.step(cycle.compares, last=last)
         job = None if cycle.opens is None else cycle.opens.job
-        if mode.step(job, word, len(self.weights) < self._entries, takes):
+        if mode.step(job, straight and read_there, len(self.weights) < self._entries, takes):
             self.weights.append(now)
         self._open += (job is not None) - self._ends.popleft()
         self._ends.append(ends)
@@ -267,11 +267,11 @@ class _KernelCycles:
         if step is None or self._open > step.wait:
             return _Cycle()
         if step.kind is not StepKind.MATRIX:
-            self._state = "load" if step.kind is StepKind.LOAD else "attended"
+            self._state = _FIRST_STATES[step.kind]
             return _Cycle()
         if not self._mode.job_ready or len(self._results) == KernelParams(self._config).open_matrices:
             return _Cycle()
-        self._state = "read" if step.normalise else "straight"
+        self._state = "straight"
         return _Cycle(opens=step)
 
     def _give(self, last: bool) -> _Cycle:
@@ -294,6 +294,7 @@ class _KernelCycles:
         self._state = "begin"
 
 
+_FIRST_STATES = {StepKind.LOAD: "load", StepKind.NORMALISE: "read", StepKind.ENERGY: "attended"}
 _READS = {"read": "give", "attended": "plain", "plain": "residual", "residual": "subtract"}
 """States that read a word, and what follows when it is there."""
 
