@@ -21,7 +21,7 @@ from dtp.config import BIAS_BITS, Config
 from dtp.difference import Energies, energies
 from dtp.errors import DtpError, must
 from dtp.fixed import Int, overflows, saturate, signed_range
-from dtp.layernorm import fraction_bits, layernorm
+from dtp.layernorm import NORMAL_FRACTION_BITS, layernorm
 from dtp.matrix import (
     ALIGN_LEFT,
     FEED_GAIN_BITS,
@@ -300,7 +300,7 @@ class Operators:
     def normalise(self, state: Int, with_norm: bool) -> Int:
         if not with_norm:
             return state
-        out, count = layernorm(self.kernel.config, state)
+        out, count = layernorm(state)
         self.saturations += count
         return out
 
@@ -390,7 +390,7 @@ class _Calibration:
         # A first guess of the state's range from float; h, Res(h) and the sum share it.
         r_real = self._residual_real(h)
         largest = max(np.abs(value).max() for value in (h, r_real, h + r_real))
-        scale = 1.02 * largest / limit
+        scale = 1.02 * (largest or 1.0) / limit
         kernel = Kernel(
             config=self.config, layer=layer, hidden=np.rint(h / scale).astype(np.int64), state_scale=scale,
             attention_scale=0.0, matrices=self.matrices,
@@ -409,7 +409,7 @@ class _Calibration:
         # One scale for all outputs of attention and for Res(Attn(h)).
         attended = np.concatenate(heads) * unit @ layer.w_o.T + (0.0 if layer.b_o is None else layer.b_o)
         residual = self._residual_real(attended[: layer.tokens])
-        attention_scale = 1.02 * max(np.abs(attended).max(), np.abs(residual).max()) / limit
+        attention_scale = 1.02 * (max(np.abs(attended).max(), np.abs(residual).max()) or 1.0) / limit
         self._make("o", "w_o", "b_o", None, heads, unit, attention_scale)
         self._residual("in_a", "out_a", [run.output(heads[0])], attention_scale, attention_scale)
         return replace(kernel, attention_scale=attention_scale, matrices=self.matrices | self._heads())
@@ -435,9 +435,10 @@ class _Calibration:
         inner = np.maximum(inner, 0.0) if layer.activation is Activation.RELU else inner
         return np.asarray(inner @ layer.mlp_out.T + (0.0 if layer.b_out is None else layer.b_out), dtype=np.float64)
 
-    def _input_unit(self, state_unit: float, normal: bool) -> float:
+    @staticmethod
+    def _input_unit(state_unit: float, normal: bool) -> float:
         """Real value of a unit of what a matrix reads."""
-        return 2.0 ** (self.config.operand_bits - STATE_BITS - fraction_bits(self.config)) if normal else state_unit
+        return 2.0**-NORMAL_FRACTION_BITS if normal else state_unit
 
     def _residual(self, first: str, second: str, states: list[Int], state_unit: float, out_unit: float) -> None:
         layer, normal = self.layer, self.layer.ln_mlp is not None
@@ -472,10 +473,7 @@ class _Calibration:
             weight = weight * norm[0]
         limit, state_limit = signed_range(c.operand_bits)[1], signed_range(STATE_BITS)[1]
         largest = max(int(np.abs(state).max()) for state in states)
-        # The smallest gain that a normalised state takes is 0: it fills its operand already.
-        gain = next(
-            (g for g in reversed(range(1 << FEED_GAIN_BITS)) if largest << g <= state_limit and norm is None), 0
-        )
+        gain = next((g for g in reversed(range(1 << FEED_GAIN_BITS)) if largest << g <= state_limit), 0)
         feed_unit = unit * 2.0 ** (STATE_BITS - c.operand_bits - gain)
         activation = layer.activation if inner else Activation.NONE
         real = np.concatenate(states) * unit @ weight.T + (0.0 if bias is None else bias)
@@ -513,8 +511,8 @@ class _Calibration:
         try:
             shift, scale = scaling(factor, before)
         except DtpError:
-            rule = "of a size beside what it reads whose sums the scales of the requantiser reach"
-            raise must("Layer", weight_name, rule, f"a unit of {factor:.3g} units of the output") from None
+            rule = "without outliers that make a unit of its sums coarser than its outputs; 16-bit operands are finer"
+            raise must("Layer", weight_name, rule, f"one of {factor:.3g} units of the output") from None
         job = MatrixJob(
             width=weight.shape[1], columns=weight.shape[0], feed_gain=gain, shift=shift, scale=scale,
             out_shift=out_shift, activation=activation, wide=wide, bias=biases is not None,

@@ -298,7 +298,7 @@ def execute(kernel: Kernel, program: Sequence[Step], loads: Sequence[ArrayLike])
             states[step.target] = padded(next(given), config.rows, step.width)
         elif step.kind is StepKind.NORMALISE:
             spreads.append(variances(states[step.source]))
-            states[step.target], count = layernorm(config, states[step.source])
+            states[step.target], count = layernorm(states[step.source])
             sum_saturations += count
         elif step.kind is StepKind.MATRIX:
             assert step.job is not None

@@ -21,8 +21,10 @@ from dtp.matrix import STATE_BITS, MatrixParams, clamp
 
 INDEX_FRACTION_BITS: Final = TABLE_BITS - 2
 """A mantissa in [1, 4) with these fraction bits is a table index."""
-ALIGN_BITS: Final = 13
-"""Fraction bits of t / 2^e: ±16 in 18 bits."""
+ALIGN_BITS: Final = 11
+"""Fraction bits of t / 2^e: ±64 in 18 bits, so that a normalised activation up to 32 is not saturated here."""
+NORMAL_FRACTION_BITS: Final = 10
+"""Fraction of a normalised activation, a state: ±32 in 16 bits."""
 RSQRT: Final[tuple[int, ...]] = tuple(
     round(2.0**MANTISSA_BITS / ((max(i, 1 << INDEX_FRACTION_BITS) + 0.5) / (1 << INDEX_FRACTION_BITS)) ** 0.5)
     for i in range(1 << TABLE_BITS)
@@ -122,13 +124,8 @@ class LayerNormParams:
         return 2 + self.total_bits + self.variance_bits // 2 + 3
 
 
-def fraction_bits(config: Config) -> int:
-    """f: fraction of a normalised activation."""
-    return config.operand_bits - 4
-
-
-def layernorm(config: Config, state: ArrayLike) -> tuple[Int, int]:
-    """Normalised rows as states (n · 2^(16 − operand_bits)), and how many elements were saturated.
+def layernorm(state: ArrayLike) -> tuple[Int, int]:
+    """Normalised rows as states in units of 2^−10, and how many elements were saturated.
 
     Parameters
     ----------
@@ -149,11 +146,11 @@ def layernorm(config: Config, state: ArrayLike) -> tuple[Int, int]:
     t = width * x - total[:, None]
     exact = round_shift(t << ALIGN_BITS, exponent[:, None])
     aligned = saturate(exact, REGISTER_BITS)
-    shift = ALIGN_BITS + MANTISSA_BITS - fraction_bits(config)
-    n, over = clamp(round_shift(aligned * factor[:, None], shift), config.operand_bits)
+    shift = ALIGN_BITS + MANTISSA_BITS - NORMAL_FRACTION_BITS
+    n, over = clamp(round_shift(aligned * factor[:, None], shift), STATE_BITS)
     # A constant row has t = 0, so that its factor does not matter.
     count = int(np.count_nonzero(overflows(exact, REGISTER_BITS) | (over > 0)))
-    return np.asarray(n << (STATE_BITS - config.operand_bits), dtype=np.int64), count
+    return np.asarray(n, dtype=np.int64), count
 
 
 def variances(state: ArrayLike) -> Int:

@@ -443,6 +443,8 @@ def sample_loops(
     DtpError: a count below 1, a graph without loops of this type, or fewer than 2 edges.
     """
     extent = graph.extent
+    if not isinstance(loop_type, LoopType):
+        raise must("sample_loops", "loop_type", "a member of LoopType", loop_type)
     if count < 1:
         raise must("sample_loops", "count", "at least 1", count)
     if edges < 2:

@@ -8,7 +8,7 @@ from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
 from dtp.config import MANTISSA_BITS, REGISTER_BITS, TABLE_BITS, Config
-from dtp.layernorm import ALIGN_BITS, RSQRT, LayerNormParams, fraction_bits
+from dtp.layernorm import ALIGN_BITS, NORMAL_FRACTION_BITS, RSQRT, LayerNormParams
 from dtp.matrix import STATE_BITS
 from rtl.lib.delay import delayed
 from rtl.lib.multiplier import Multiplier, Target
@@ -62,7 +62,7 @@ class LayerNorm(wiring.Component):
         m = Module()
         c, p = self.config, self.params
         depth = c.rows // p.beat_rows
-        bits = c.operand_bits
+        bits = STATE_BITS
 
         # A word, beat by beat; two cycles each: x·x or x·D, then the factor.
         held = Signal(WordLayout(c), reset_less=True)
@@ -244,7 +244,7 @@ class LayerNorm(wiring.Component):
 
         # Second pass: t = D·x − Σ, aligned, times the factor.
         outputs: list[Value] = []
-        shift = ALIGN_BITS + MANTISSA_BITS - fraction_bits(c)
+        shift = ALIGN_BITS + MANTISSA_BITS - NORMAL_FRACTION_BITS
         for lane in range(p.lanes):
             row = lane_rows[lane % p.beat_rows]
             here = p.row_cycle
@@ -301,6 +301,6 @@ class LayerNorm(wiring.Component):
             pop.eq(self.o.valid & self.o.ready),
         ]
         for n, (row_number, segment) in enumerate(order):
-            value = Cat(Const(0, STATE_BITS - bits), queue.o.payload[n * bits : (n + 1) * bits])
+            value = queue.o.payload[n * bits : (n + 1) * bits]
             m.d.comb += self.o.payload[row_number][segment].eq(value.as_signed())
         return m

@@ -493,13 +493,13 @@ def _commutator_rows(result: commutator.CommutatorSimulateResult) -> list[tuple[
         ("workload", _shape(result.workload)),
         (f"‖Δ‖² ÷ ‖Attn(h + Res(h))‖², {result.mode}", f"{result.ratio:.4f}{exact}"),
         ("the same of each head", _numbers_of(result.head_ratios)),
-        ("array cycles", f"{extra} more than the layer's {layer}, ratio {extra / layer:.4f}"),
+        ("array cycles", f"{extra} beside the layer's own {layer}, {extra / layer:.4f} of them"),
         ("cycles, model: before, walk, after", f"{result.cycles_before}, {result.cycles_walk}, {result.cycles_after}"),
         ("saturations", str(result.saturations)),
     ]
     if result.delta_error is not None and result.head_ratios_reference is not None:
         rows.insert(3, ("heads in PyTorch", _numbers_of(result.head_ratios_reference)))
-        rows.append(("error of Δ against PyTorch", _percent(result.delta_error)))
+        rows.append(("‖Δ − Δ_PyTorch‖ ÷ ‖Δ_PyTorch‖", _percent(result.delta_error)))
     return rows
 
 

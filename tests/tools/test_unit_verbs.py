@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -296,6 +297,15 @@ def test_ratios_are_close_to_float(mode: CommutatorMode, case: str) -> None:
     assert 0.8 < ratio < 1.2 if mode is CommutatorMode.FROZEN else 1.2 < ratio < 1.6
 
 
+@pytest.mark.parametrize("zeros", [("hidden",), ("w_o", "b_o"), ("w_v", "b_v"), ("mlp_in", "b_mlp_in", "mlp_out")])
+def test_layers_of_zeros(zeros: tuple[str, ...]) -> None:
+    workload = layer_of()
+    workload = replace(workload, **{name: np.zeros_like(getattr(workload, name)) for name in zeros})
+    result = simulate_commutator(TINY, workload)
+    assert result.delta_error is not None and result.delta_error < 0.25
+    assert result.ratio == pytest.approx(result.ratio_reference, rel=0.25)
+
+
 def test_a_layer_without_output() -> None:
     """Without an output projection heads give 0; Δ of the layer is what its biases make."""
     workload = layer_of()
@@ -334,6 +344,13 @@ def test_layers_that_are_refused(workload: Workload, mode: str, message: str) ->
         simulate_commutator(TINY, workload, mode)
 
 
+def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(tools.loops.__file__).parents[1] / "docs" / "workload.md").read_text(encoding="utf-8")
+    (example,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "sample_loops" in code]
+    exec(compile(example, "workload.md", "exec"), {})
+    assert capsys.readouterr().out == "20 2\n"
+
+
 # ---- the command -------------------------------------------------------------------------------------------
 
 
@@ -341,7 +358,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     path, out = tmp_path / "w.safetensors", tmp_path / "r.json"
     workload_random(path, tokens=24, width=16, heads=2, transport_rank=2, loops=6, mlp_width=48)
     for unit, shown, key in (
-        ("loops", "24 of 6 loops", "energies"), ("commutator", "more than the layer's", "head_ratios"),
+        ("loops", "24 of 6 loops", "energies"), ("commutator", "beside the layer's own", "head_ratios"),
     ):  # fmt: skip
         for verb in ("simulate", "cosim"):
             assert main([verb, "tiny", str(path), "--unit", unit, "--json", str(out)]) == 0
