@@ -57,14 +57,14 @@ def test_programs_are_the_golden_model(mode: CommutatorMode, tokens: int) -> Non
     storing = [step for step in before if step.store]
     for step, y in zip(storing, made.stored, strict=True):
         stored[step.matrix][step.group] = y
-    for name in names:
-        assert np.array_equal(np.concatenate(stored[name])[:tokens], run.project(x, name))
+    for name, wanted in zip(names, run.project(x, "".join(names)), strict=True):
+        assert np.array_equal(np.concatenate(stored[name])[:tokens], wanted)
 
-    q, k = run.project(h, "q"), run.project(h, "k")
-    plain = run.attend(q, k, run.project(h, "v"))
+    q, k, v = run.project(h, "qkv")
+    plain = run.attend(q, k, v)
     if mode is CommutatorMode.FULL:
-        q, k = run.project(x, "q"), run.project(x, "k")
-    moved = run.attend(q, k, run.project(x, "v"))
+        q, k = run.project(x, "qk")
+    moved = run.attend(q, k, *run.project(x, "v"))
     after = after_attention(kernel, groups)
     turns = [groups_of(kernel, moved), groups_of(kernel, plain)]
     seen: dict[int, int] = {}
@@ -84,8 +84,8 @@ def test_programs_are_the_golden_model(mode: CommutatorMode, tokens: int) -> Non
         alone = after_attention(kernel, groups, head=head)
         assert [step.group for step in alone] == [step.group for step in after]
         done = execute(kernel, alone, [load[:, lanes] for load in loads])
-        wanted = Energies(*(getattr(exact.heads, name)[head] for name in NAMES))
-        check_energies(alone, done.energies, wanted, tokens)
+        of_head = Energies(*(getattr(exact.heads, name)[head] for name in NAMES))
+        check_energies(alone, done.energies, of_head, tokens)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 5])
@@ -97,13 +97,13 @@ def test_waits_cover_every_dependence(groups: int) -> None:
         for step in program:
             open_steps = open_steps[len(open_steps) - step.wait :] if len(open_steps) > step.wait else open_steps
             reads = {step.source, step.addend, step.residual} if step.kind is StepKind.ENERGY else (
-                {step.source} if step.kind is StepKind.MATRIX else set()
+                {step.source} if step.kind in (StepKind.MATRIX, StepKind.NORMALISE) else set()
             )  # fmt: skip
             for other in open_steps:
                 # An open step still writes its target and reads its addend.
                 assert other.store or other.target not in reads | {step.addend}
                 used = {other.addend} if other.store else {other.addend, other.target}
-                assert step.kind is not StepKind.LOAD or step.target not in used
+                assert step.kind not in (StepKind.LOAD, StepKind.NORMALISE) or step.target not in used
             if step.kind is StepKind.MATRIX:
                 open_steps.append(step)
             assert len(open_steps) <= KernelParams(TINY).open_matrices
