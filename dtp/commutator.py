@@ -500,10 +500,10 @@ class _Calibration:
         if chooses:
             # Of an activation that lets little through the sums are much larger than the outputs.
             out_unit = max(out_unit, sum_unit * 2.0 ** -(ALIGN_LEFT - 1))
-        factor, before = sum_unit / out_unit, out_shift
         if activation is Activation.GELU:
             factor, before = sum_unit * 2.0**GELU_FRACTION_BITS, 0
         else:
+            factor = sum_unit / out_unit
             # Sums of few or small products have less bits than an output could hold.
             while out_shift and factor >= 2.0 ** (ALIGN_LEFT - out_shift - 1):
                 out_shift -= 1

@@ -32,7 +32,7 @@ from dtp.units import Unit
 from dtp.workload import Mode
 from sim.bench.stream import SimulationError
 from tools import commutator, gated, loops, verbs
-from tools.units import Comparison
+from tools.units import UnitComparison
 from tools.verbs import Progress
 
 OK, FAILED, BAD_INPUT, MISSING_TOOL, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 3, 130, 141
@@ -592,7 +592,7 @@ def cosim_command(
         rows.insert(place + 1, ("cycles of all runs: RTL, model", f"{measured}, {result.cycles_runs}"))
     else:
         rows.insert(place, ("cycles, RTL", measured))
-    alone = isinstance(result, Comparison)
+    alone = isinstance(result, UnitComparison)
     rows += [
         ("words compared", str(result.words_compared)) if alone else ("outputs compared", str(result.outputs_compared)),
         ("bit exact", "yes" if result.bit_exact else "no"),

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from dtp.kernel import Executed, Step, StepKind, after_attention, before_attenti
 from dtp.matrix import bias_words, padded, weight_entries, words
 from dtp.units import Unit
 from tools import verbs
-from tools.units import Comparison, compared, late, packer, run_unit, unequal, with_last
+from tools.units import UnitComparison, compared, late, packer, run_unit, unequal, with_last
 from tools.verbs import ConfigLike, Progress, Result, WorkloadLike, WorkloadSummary
 
 __all__ = [
@@ -73,7 +74,7 @@ class CommutatorSimulateResult(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommutatorCosimResult(CommutatorSimulateResult, Comparison):
+class CommutatorCosimResult(CommutatorSimulateResult, UnitComparison):
     """The generated Verilog of commutator and tile beside both models.
 
     There are four runs: the program before attention, the tile at h + Res(h) and at h, the program after attention, and
@@ -137,7 +138,7 @@ class CommutatorModels:
 
     Members
     -------
-    before, after: attention; heads: the energies of each head, one program for all
+    before, after: attention; heads: the energies of each head, one program for all, made when it is asked for
     """
 
     kernel: Kernel
@@ -145,7 +146,19 @@ class CommutatorModels:
     result: CommutatorResult
     before: Part
     after: Part
-    heads: Part
+
+    @cached_property
+    def heads(self) -> Part:
+        config, layer = self.kernel.config, self.kernel.layer
+        outputs = [group_rows(self.kernel, state) for state in self.result.outputs]
+        programs, loads = [], []
+        width = layer.inner // layer.heads
+        for head in range(layer.heads):
+            own = after_attention(self.kernel, config.groups(layer.tokens), head=head)
+            lanes = slice(head * width, (head + 1) * width)
+            programs += own
+            loads += interleaved(own, [[rows[:, lanes] for rows in state] for state in outputs])
+        return Part.of(self.kernel, with_waits(programs), loads)
 
 
 def commutator_models(
@@ -164,20 +177,12 @@ def commutator_models(
     groups = config.groups(layer.tokens)
     outputs = [group_rows(kernel, state) for state in result.outputs]
     before, after = before_attention(kernel, mode, groups), after_attention(kernel, groups)
-    programs, loads = [], []
-    width = layer.inner // layer.heads
-    for head in range(layer.heads):
-        own = after_attention(kernel, groups, head=head)
-        lanes = slice(head * width, (head + 1) * width)
-        programs += own
-        loads += interleaved(own, [[rows[:, lanes] for rows in state] for state in outputs])
     return CommutatorModels(
         kernel,
         mode,
         result,
         before=Part.of(kernel, before, interleaved(before, [group_rows(kernel, kernel.hidden)])),
         after=Part.of(kernel, after, interleaved(after, outputs)),
-        heads=Part.of(kernel, with_waits(programs), loads),
     )
 
 
@@ -413,7 +418,7 @@ def cosim_commutator(
 def _run_part(
     name: str, part: Part, stalls: float, seed: int, cache_dir: Path | None, progress: Progress
 ) -> dict[str, Any]:
-    """Fields of :class:`~tools.units.Comparison` of a part."""
+    """Fields of :class:`~tools.units.UnitComparison` of a part."""
     from sim.bench.channels import ChannelJob, Sink
 
     config, channels = part.kernel.config, part_channels(part)

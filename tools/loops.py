@@ -24,7 +24,7 @@ from dtp.transport import TransportJob, TransportParams, factor_words, quantise_
 from dtp.units import Unit
 from dtp.workload import TransportKind, Workload
 from tools import verbs
-from tools.units import Comparison, compared, late, packer, run_unit, unequal, with_last
+from tools.units import UnitComparison, compared, late, packer, run_unit, unequal, with_last
 from tools.verbs import ConfigLike, Progress, Result, WorkloadLike, WorkloadSummary
 
 __all__ = [
@@ -90,7 +90,7 @@ class LoopSimulateResult(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopCosimResult(LoopSimulateResult, Comparison):
+class LoopCosimResult(LoopSimulateResult, UnitComparison):
     """The generated Verilog of the loop unit beside both models."""
 
 

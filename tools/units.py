@@ -13,39 +13,20 @@ from dtp.config import Config
 from dtp.fixed import Int
 from dtp.units import Unit
 from tools import verbs
-from tools.verbs import Progress, Result
+from tools.verbs import Comparison, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Result):
-    """The generated Verilog of a unit beside both models.
+class UnitComparison(Comparison):
+    """A unit's Verilog beside both models.
 
     Parameters
     ----------
-    bit_exact: every word of every output is the golden model's, and no rule of a stream was broken
     words_compared: of all outputs
-    cycles_rtl: from reset, or of the tile from the first input beat, to the last word of an output
-    cycles_equal: words come in the cycles of the model; None with stalls, which the model does not know
-    differences: one line for each thing that is not equal
-    sim_cycles, sim_cycles_per_s: of the simulator, build and start excluded
-    waves: waveform file that was written
+    cycles_rtl: from reset, or of the tile from the first input beat
     """
 
-    bit_exact: bool
     words_compared: int
-    cycles_rtl: int | None
-    cycles_equal: bool | None
-    differences: tuple[str, ...]
-    stall_probability: float
-    seed: int
-    sim_cycles: int
-    sim_cycles_per_s: float
-    waves: Path | None
-
-    @property
-    def passed(self) -> bool:
-        """Nothing that was compared differs."""
-        return not self.differences
 
 
 def packer(config: Config, unit: Unit, port: str) -> Callable[[Mapping[str, Any]], int]:
@@ -106,7 +87,7 @@ def compared(
     stalls: float,
     seed: int,
 ) -> dict[str, Any]:
-    """Fields of :class:`Comparison` but ``wall_s``.
+    """Fields of :class:`UnitComparison` but ``wall_s``.
 
     Parameters
     ----------

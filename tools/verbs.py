@@ -248,23 +248,20 @@ class SimulateResult(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CosimResult(SimulateResult):
-    """The generated Verilog beside both models; ``array_utilisation`` is that of ``cycles_rtl``.
+class Comparison(Result):
+    """What was found out by the generated Verilog beside both models.
 
     Parameters
     ----------
-    bit_exact: every output, empty row and status record of the RTL is the golden model's, and no rule of the
-        stream was broken
-    outputs_compared: output values that were compared
-    cycles_rtl: from the first input beat to the last output beat, both included
-    cycles_equal: the cycle of every output beat is the model's; None with stalls, which the model does not know
+    bit_exact: everything that the RTL gave is the golden model's, and no rule of a stream was broken
+    cycles_rtl: of the run, to the last output, that one included
+    cycles_equal: all of it in the cycles of the model; None with stalls, which the model does not know
     differences: one line for each thing that is not equal
     sim_cycles, sim_cycles_per_s: of the simulator, build and start excluded
     waves: waveform file that was written
     """
 
     bit_exact: bool
-    outputs_compared: int
     cycles_rtl: int | None
     cycles_equal: bool | None
     differences: tuple[str, ...]
@@ -278,6 +275,19 @@ class CosimResult(SimulateResult):
     def passed(self) -> bool:
         """Nothing that was compared differs."""
         return not self.differences
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosimResult(SimulateResult, Comparison):
+    """The tile's Verilog beside both models: every output, empty row and status record; the cycle of every output beat.
+
+    Parameters
+    ----------
+    array_utilisation: of ``cycles_rtl``, which are counted from the first input beat
+    outputs_compared: output values that were compared
+    """
+
+    outputs_compared: int
 
 
 # ---- files -------------------------------------------------------------------------------------------------
